@@ -2,8 +2,8 @@
 
     python benchmarks/count_calls.py [--rounds 9] [--verbose] [--json]
 
-Three figures: a mapped and a direct fetch of one block on a warm route, and one more box of a
-packed fetch (the difference between fetches of 8 and of 4 boxes, by 4). The agents are real
+Three figures: a mapped and a direct fetch of one block on a warm route, and one more tile of a
+packed fetch (the difference between fetches of 8 and of 4 tiles, by 4). The agents are real
 processes, started by their entry points with a profiler below them; this process is both engines.
 What counts:
 
@@ -50,8 +50,8 @@ ROOMS = (
 RECORDER = Path(__file__).with_name("call_recorder.py")
 GROUP, BLOCK_TOKENS = "full", 16
 BLOCK_BYTES = 64 << 10
-"""A staging slot has room for one, so that a box is a block."""
-FEW_BOXES, MANY_BOXES = 4, 8
+"""A staging slot has room for one, so that a tile is a block."""
+FEW_TILES, MANY_TILES = 4, 8
 WARM_UP_ROUNDS = 3
 CALM_S = 0.05
 STOP_TIMEOUT_S = 30.0
@@ -112,7 +112,7 @@ async def engines(started: Sequence[RunningAgent]) -> AsyncIterator[dict[str, An
     async with contextlib.AsyncExitStack() as stack:
         for agent in started:
             spec = EngineSpec(f"engine-{agent.name}", "model", 1, (group,))
-            memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=MANY_BOXES)
+            memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=MANY_TILES)
             link = Link(agent.attach_path, spec, memory=memory, attach_timeout_s=60)
             links[agent.name] = await stack.enter_async_context(link)
         yield links
@@ -139,7 +139,7 @@ async def hand_off(
 
 async def record(started: Sequence[RunningAgent], switch: Path, rounds: int) -> list[list[str]]:
     """Do all handoffs; the numbers of the rounds of each kind."""
-    kinds = ("mapped", 1), ("direct", 1), ("packed", FEW_BOXES), ("packed", MANY_BOXES)
+    kinds = ("mapped", 1), ("direct", 1), ("packed", FEW_TILES), ("packed", MANY_TILES)
     numbers: list[list[str]] = [[] for _ in kinds]
     with switch.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 1)
@@ -209,9 +209,9 @@ def measure(rounds: int) -> dict[str, Any]:
         recorded = {"engines": recorder.rounds()}
         recorded |= {f"{agent.name} agent": agent.rounds() for agent in started}
     mapped, direct, few, many = (median_counts(recorded, of_kind) for of_kind in numbers)
-    boxes = MANY_BOXES - FEW_BOXES
-    more = {call: (many[call] - few[call]) / boxes for call in many}
-    of_box = {call: n for call, n in more.items() if n > 1 / 2}
+    tiles = MANY_TILES - FEW_TILES
+    more = {call: (many[call] - few[call]) / tiles for call in many}
+    of_tile = {call: n for call, n in more.items() if n > 1 / 2}
     fewest = {
         process: min(len(found.get(number, ())) for number in numbers[0])
         for process, found in recorded.items()
@@ -219,7 +219,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {
         "mapped fetch": {**figure(mapped), "fewest_by_process": fewest},
         "direct fetch": figure(direct),
-        "packed box": figure(of_box),
+        "packed tile": figure(of_tile),
     }
 
 

@@ -22,18 +22,18 @@ from kvbus.engine import Link, RankMemory
 from kvbus.errors import SegmentError
 from kvbus.geometry import (
     BlockTable,
-    Box,
     EngineSpec,
     GroupSpec,
     KvLayout,
+    Tile,
     lay_out_rank,
 )
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.cuda import GpuMover, check_cuda
-from kvbus.planning import Share, cut_into_boxes
+from kvbus.planning import Share, cut_into_tiles
 
 REPEATS, BLOCK_SIZE, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 9, 16, 16, 8, 128
-BOX_BYTES = (1 << 20, 8 << 20, 32 << 20)
+TILE_BYTES = (1 << 20, 8 << 20, 32 << 20)
 LAYOUTS = ("NHD", "HND")
 ATTACH_TIMEOUT_S = 60.0
 LAYERS = tuple(range(NUM_LAYERS))
@@ -57,12 +57,12 @@ def all_of(
     copy: Callable[..., None],
     memory: PagedMemory,
     table: BlockTable,
-    boxes: tuple[Box, ...],
+    tiles: tuple[Tile, ...],
     slot: torch.Tensor,
 ) -> None:
-    """Copy one box after the other through one slot."""
-    for box in boxes:
-        copy(memory, table, box, slot)
+    """Copy one tile after the other through one slot."""
+    for tile in tiles:
+        copy(memory, table, tile, slot)
 
 
 def spec(engine_id: str, tp_size: int) -> EngineSpec:
@@ -71,12 +71,12 @@ def spec(engine_id: str, tp_size: int) -> EngineSpec:
 
 
 def measure_copies(num_tokens: int) -> None:
-    """Print gather and scatter of all heads, and of half of them, for each layout and box size."""
+    """Print gather and scatter of all heads, and of half of them, for each layout and tile size."""
     num_bytes = num_tokens * TOKEN_BYTES
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy_s = timed_s(lambda: target.copy_(source))
     print(f"device-to-device copy: {num_bytes / copy_s / 1e9:8.1f} GB/s")
-    print("layout heads  box MiB     gather    scatter  GB/s")
+    print("layout heads  tile MiB     gather    scatter  GB/s")
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     for layout in LAYOUTS:
         rank = lay_out_rank(spec("e", 1), 0, KvLayout.parse(layout), num_blocks=num_blocks)
@@ -86,18 +86,18 @@ def measure_copies(num_tokens: int) -> None:
         table = BlockTable.of(torch.randperm(num_blocks).numpy())
         for num_heads in (NUM_HEADS, NUM_HEADS // 2):
             share = Share(0, 0, "full", LAYERS, GROUP.parts, 0, num_heads)
-            for box_bytes in BOX_BYTES:
-                boxes = cut_into_boxes(share, GROUP, (0, num_tokens), box_bytes=box_bytes)
-                slot = torch.empty(box_bytes, dtype=torch.uint8, device="cuda")
+            for tile_bytes in TILE_BYTES:
+                tiles = cut_into_tiles(share, GROUP, (0, num_tokens), tile_bytes=tile_bytes)
+                slot = torch.empty(tile_bytes, dtype=torch.uint8, device="cuda")
                 rates = [
                     num_bytes * num_heads / NUM_HEADS / timed_s(partial(all_of, *what)) / 1e9
                     for what in [
-                        (copy, memory, table, boxes, slot)
+                        (copy, memory, table, tiles, slot)
                         for copy in (PagedMemory.gather, PagedMemory.scatter)
                     ]
                 ]
                 print(
-                    f"{layout:6} {num_heads:5} {box_bytes >> 20:8}"
+                    f"{layout:6} {num_heads:5} {tile_bytes >> 20:8}"
                     + "".join(f"{rate:11.1f}" for rate in rates)
                 )
 

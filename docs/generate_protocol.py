@@ -53,7 +53,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         engine.StageTimes,
     ),
     "agent types": (
-        geometry.Box,
+        geometry.Tile,
         peer.EngineMemory,
         attach.MemorySocket,
         attach.LentSegment,

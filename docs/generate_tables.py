@@ -15,7 +15,7 @@ from kvbus.table import Transition
 from kvbus_decode import read_table as read
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
-from kvbus_decode.read_table import LegState
+from kvbus_decode.read_table import TransferState
 from kvbus_prefill import slots
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
@@ -49,8 +49,8 @@ def page() -> str:
         prefill.TRANSITIONS,
         {OfferState.AWAITED: "Meet, or MakeOffer"},
     )
-    box = section(
-        "A box in a staging slot, at the prefill agent",
+    tile = section(
+        "A tile in a staging slot, at the prefill agent",
         slots.SlotState,
         slots.TRANSITIONS,
         {slots.SlotState.WAITING: "Asked"},
@@ -61,13 +61,13 @@ def page() -> str:
         decode.TRANSITIONS,
         {FetchState.MEETING: "Requested, no ticket yet", FetchState.RESOLVING: "Requested"},
     )
-    leg = section(
-        "A leg of a read, at the decode agent",
-        LegState,
+    transfer = section(
+        "A transfer of a read, at the decode agent",
+        TransferState,
         read.TRANSITIONS,
-        {LegState.WANTED: "ChunkWanted"},
+        {TransferState.WANTED: "ChunkWanted"},
     )
-    return HEAD + offer + box + fetch + leg
+    return HEAD + offer + tile + fetch + transfer
 
 
 def state_lines(

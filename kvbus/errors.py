@@ -72,7 +72,7 @@ class ErrorCode(StrEnum):
     """The configuration of a process is wrong, or does not allow the request. Do: correct the
     configuration."""
     GEOMETRY = "geometry"
-    """A memory description, a block table or a box is invalid. Do: correct the description; the
+    """A memory description, a block table or a tile is invalid. Do: correct the description; the
     detail names the field."""
     INCOMPATIBLE = "incompatible"
     """One engine cannot use the KV of the other. The detail has ``field``, ``prefill`` and

@@ -34,7 +34,7 @@ LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
 FETCH_TIMEOUT_S = 60.0
-"""An agent imports torch for its first box, which takes long on a busy machine."""
+"""An agent imports torch for its first tile, which takes long on a busy machine."""
 ACCESS = "access-to-ranks-elsewhere"
 
 Blocks = dict[str, list[int]]

@@ -47,10 +47,10 @@ def _checked(handler: Handler, to: tuple[Any, ...], moved: int) -> Handler:
 def enforce_all() -> None:
     """Check all state machines of the product, once."""
     from kvbus_decode.fetch import FetchTable
-    from kvbus_decode.read_table import TRANSITIONS as OF_LEGS
+    from kvbus_decode.read_table import TRANSITIONS as OF_TRANSFERS
     from kvbus_prefill.offer import OfferTable
     from kvbus_prefill.slots import SlotTable
 
     for table in (FetchTable, OfferTable, SlotTable):
         enforce(table.transitions)
-    enforce(OF_LEGS, moved=1)
+    enforce(OF_TRANSFERS, moved=1)

@@ -1,6 +1,6 @@
 """Docstrings and comments of the product are plain: short sentences that begin with a subject.
 
-A drawing is no prose: lines with box characters or with two spaces inside are left out.
+A drawing is no prose: lines with tile characters or with two spaces inside are left out.
 """
 
 import ast

@@ -99,7 +99,7 @@ enum {
 #define KVBUS_CODE_INTERNAL "internal"
 /* The configuration of a process is wrong, or does not allow the request. */
 #define KVBUS_CODE_CONFIG "config"
-/* A memory description, a block table or a box is invalid. */
+/* A memory description, a block table or a tile is invalid. */
 #define KVBUS_CODE_GEOMETRY "geometry"
 /* One engine cannot use the KV of the other. The detail has `field`, `prefill` and `decode`. */
 #define KVBUS_CODE_INCOMPATIBLE "incompatible"

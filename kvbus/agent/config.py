@@ -114,13 +114,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Memory that is registered with NIXL. `memory`: the KV caches of engines and the staging
     slots. `staging`: only the slots; a prefill agent zeroes them after use."""
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = 8 << 20
-    """Size of one staging slot, and so of the largest box."""
+    """Size of one staging slot, and so of the largest tile."""
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Largest post of one transfer, and largest step of a copy from mapped memory."""
     max_handoffs: Bound = 4096
     """Most offers, or fetches, at a time, draining ones included; more are `busy`."""
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Threads that gather boxes from blocks, scatter them into blocks, and copy mapped memory."""
+    """Threads that gather tiles from blocks, scatter them into blocks, and copy mapped memory."""
 
     @property
     def runtime_path(self) -> Path:

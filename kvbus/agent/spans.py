@@ -1,7 +1,7 @@
 """Spans of an entry, made from its history: one span for each stay in a state (pure).
 
-    steps   t0 queued   t1 claiming   t2 reading   t3 reading, a new chunk   t4 completed
-    spans      ├ queued ┤├ claiming ──┤├ reading ──┤├ reading ────────────────┤
+    steps   t0 queued   t1 acquiring   t2 reading   t3 reading, a new chunk   t4 completed
+    spans      ├ queued ┤├ acquiring ──┤├ reading ──┤├ reading ────────────────┤
 
 A history keeps only the last steps.
 """

@@ -445,9 +445,9 @@ class RequestServer(SocketActor):
             )
         return message
 
-    # Requests that wait must not block requests that work. Claims, renewals and takes are answered
-    # at once, so they need no room. Among waiting requests, each tenant has its share of the calls
-    # with one op.
+    # Requests that wait must not block requests that work. Acquires, renewals and takes are
+    # answered at once, so they need no room. Among waiting requests, each tenant has its share of
+    # the calls with one op.
     def _make_room(self, call: Call) -> None:
         """Raise `KVBusError` (``busy``) without room for a call that may wait."""
         limits, num_pending = self.limits, len(call.session.pending)

@@ -52,7 +52,7 @@ def copy_staged(
 ) -> Copying:
     def parts() -> Iterable[Part]:
         staged, slot_at = plan.staged_plan(asked.index), slots.address(asked.slot)
-        runs = staged.copies(asked.target_tables, asked.box, slot_at=slot_at)
+        runs = staged.copies(asked.target_tables, asked.tile, slot_at=slot_at)
         return _cut(runs, plan.local, copiers, most)
 
     return Copying(asked.turn, plan.local, parts)
@@ -61,9 +61,9 @@ def copy_staged(
 def scatter(asked: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> Copying:
     def scatter_into(memory: LocalMemory) -> int:
         memory.check_is_there()
-        paged = memory.paged(asked.box.group)
-        memory.run(lambda: paged.scatter(asked.table, asked.box, slots.view(asked.slot)))
-        return slot_bytes(paged.group, asked.box)
+        paged = memory.paged(asked.tile.group)
+        memory.run(lambda: paged.scatter(asked.table, asked.tile, slots.view(asked.slot)))
+        return slot_bytes(paged.group, asked.tile)
 
     parts = [partial(scatter_into, memory) for memory in memories]
     return Copying(asked.turn, memories, lambda: parts)
@@ -72,9 +72,9 @@ def scatter(asked: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> 
 def gather(asked: Gather, memory: LocalMemory, slots: Slots) -> Copying:
     def part() -> int:
         memory.check_is_there()
-        paged = memory.paged(asked.box.group)
-        memory.run(lambda: paged.gather(asked.table, asked.box, slots.view(asked.slot)))
-        return slot_bytes(paged.group, asked.box)
+        paged = memory.paged(asked.tile.group)
+        memory.run(lambda: paged.gather(asked.table, asked.tile, slots.view(asked.slot)))
+        return slot_bytes(paged.group, asked.tile)
 
     return Copying(asked.turn, (memory,), lambda: (part,))
 

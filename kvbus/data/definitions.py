@@ -57,7 +57,7 @@ NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
     ),
     wire.Read: lambda asked: (plan(asked.plan), NIXL),
     wire.ReadStaged: lambda asked: (plan(asked.plan), NIXL, slots(asked.device)),
-    wire.ReadBox: lambda asked: (NIXL, peer(asked.peer), slots(asked.device)),
+    wire.ReadTile: lambda asked: (NIXL, peer(asked.peer), slots(asked.device)),
     wire.Copy: lambda asked: (plan(asked.plan),),
     wire.CopyStaged: lambda asked: (plan(asked.plan), slots(asked.device)),
     wire.Scatter: lambda asked: (*map(memory, asked.memories), slots(asked.device)),

@@ -9,9 +9,9 @@ import xxhash
 
 from kvbus.data.memories import LocalMemory
 from kvbus.data.messages import Digest
-from kvbus.geometry import BlockTable, Box, slot_bytes
+from kvbus.geometry import BlockTable, Tile, slot_bytes
 from kvbus.memory.copying import PagedMemory
-from kvbus.planning import chosen_boxes, num_pieces
+from kvbus.planning import chosen_tiles, num_pieces
 
 Digests = npt.NDArray[np.uint64]
 PART_BYTES = 8 << 20
@@ -23,40 +23,40 @@ class DigestParts:
         self._found: dict[int, Digests] = {}
 
     def parts(self) -> Iterator[Callable[[], int]]:
-        asked, group = self._asked, self._memory.engine.group(self._asked.box.group)
-        boxes: list[Box] = []
+        asked, group = self._asked, self._memory.engine.group(self._asked.tile.group)
+        tiles: list[Tile] = []
         num_bytes = number = 0
-        for box in chosen_boxes(asked.box, offer_id=asked.offer_id, one_in=asked.one_in):
-            boxes.append(box)
-            num_bytes += slot_bytes(group, box)
+        for tile in chosen_tiles(asked.tile, offer_id=asked.offer_id, one_in=asked.one_in):
+            tiles.append(tile)
+            num_bytes += slot_bytes(group, tile)
             if num_bytes >= PART_BYTES:
-                yield partial(self._digest, number, boxes, num_bytes)
-                boxes, num_bytes, number = [], 0, number + 1
-        yield partial(self._digest, number, boxes, num_bytes)
+                yield partial(self._digest, number, tiles, num_bytes)
+                tiles, num_bytes, number = [], 0, number + 1
+        yield partial(self._digest, number, tiles, num_bytes)
 
     def joined(self) -> bytes:
-        """Return all digests, in the order of `chosen_boxes`."""
+        """Return all digests, in the order of `chosen_tiles`."""
         found = [self._found[number] for number in sorted(self._found)]
         return np.concatenate(found).astype("<u8").tobytes()
 
-    def _digest(self, number: int, boxes: list[Box], num_bytes: int) -> int:
-        paged = self._memory.paged(self._asked.box.group)
+    def _digest(self, number: int, tiles: list[Tile], num_bytes: int) -> int:
+        paged = self._memory.paged(self._asked.tile.group)
 
         def digest() -> None:
-            self._found[number] = digest_pieces(paged, self._asked.table, boxes)
+            self._found[number] = digest_pieces(paged, self._asked.table, tiles)
 
         self._memory.run(digest)
         return num_bytes
 
 
-def digest_pieces(memory: PagedMemory, table: BlockTable, boxes: Iterable[Box]) -> Digests:
-    """Return 64-bit XXH3 of each piece, in the order of `chosen_boxes`. A box has one span."""
+def digest_pieces(memory: PagedMemory, table: BlockTable, tiles: Iterable[Tile]) -> Digests:
+    """Return 64-bit XXH3 of each piece, in the order of `chosen_tiles`. A tile has one span."""
     found: list[int] = []
-    for box in boxes:
-        gathered = np.empty(slot_bytes(memory.group, box), np.uint8)
-        memory.gather(table, box, gathered)
-        num_tokens, by_token = box.stop - box.start, (len(box.layers), len(box.parts))
-        heads = gathered.reshape(*by_token, num_tokens, box.num_heads, -1).swapaxes(2, 3)
-        pieces = np.ascontiguousarray(heads).reshape(num_pieces(box), -1)
+    for tile in tiles:
+        gathered = np.empty(slot_bytes(memory.group, tile), np.uint8)
+        memory.gather(table, tile, gathered)
+        num_tokens, by_token = tile.stop - tile.start, (len(tile.layers), len(tile.parts))
+        heads = gathered.reshape(*by_token, num_tokens, tile.num_heads, -1).swapaxes(2, 3)
+        pieces = np.ascontiguousarray(heads).reshape(num_pieces(tile), -1)
         found += [xxhash.xxh3_64_intdigest(piece.data) for piece in pieces]
     return np.array(found, np.uint64)

@@ -48,7 +48,7 @@ class Jobs:
         self._starts: dict[type[Any], Callable[[Any], None]] = {
             wire.Read: self._read,
             wire.ReadStaged: self._read_staged,
-            wire.ReadBox: self._read_box,
+            wire.ReadTile: self._read_tile,
             wire.Copy: self._copy,
             wire.CopyStaged: self._copy_staged,
             wire.Scatter: self._scatter,
@@ -108,11 +108,11 @@ class Jobs:
         slots: Slots = self._find(named.slots(job.device))
         slot_at = slots.address(job.slot)
 
-        runs = plan.find_staged(job.index, job.source_tables, job.box, slot_at)
+        runs = plan.find_staged(job.index, job.source_tables, job.tile, slot_at)
         rows = runs.reads(local_device=slots.device)
         self._post_read(job, plan.peer, rows, (slots.memory, "DRAM"))
 
-    def _read_box(self, job: wire.ReadBox) -> None:
+    def _read_tile(self, job: wire.ReadTile) -> None:
         slots: Slots = self._find(named.slots(job.device))
         slot_at = slots.address(job.slot)
         if job.num_bytes > slots.slot_bytes:
@@ -124,7 +124,7 @@ class Jobs:
 
     def _post_read(
         self,
-        job: wire.Read | wire.ReadStaged | wire.ReadBox,
+        job: wire.Read | wire.ReadStaged | wire.ReadTile,
         peer: str,
         rows: Reads,
         kinds: tuple[wire.MemoryKind, wire.MemoryKind],

@@ -21,7 +21,7 @@ import msgspec
 
 from kvbus import errors
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec
+from kvbus.geometry import BlockTable, EngineSpec, RankSpec, Tile
 from kvbus.planning import Share
 
 HOST = "host"
@@ -196,19 +196,19 @@ class Read(Request, frozen=True):
 
 
 class ReadStaged(Request, frozen=True):
-    """READ positions ``box`` of staged plan number ``index`` into a slot."""
+    """READ positions ``tile`` of staged plan number ``index`` into a slot."""
 
     plan: int
     index: int
     source_tables: Tables
-    box: Span
+    tile: Span
     device: str
     slot: int
     priority: int = 0
 
 
-class ReadBox(Request, frozen=True):
-    """READ a packed box from a slot of a peer into a slot here."""
+class ReadTile(Request, frozen=True):
+    """READ a packed tile from a slot of a peer into a slot here."""
 
     peer: str
     address: int
@@ -234,34 +234,34 @@ class Copy(Request, frozen=True):
 
 
 class CopyStaged(Request, frozen=True):
-    """Copy positions ``box`` from a slot into blocks, by staged plan number ``index``."""
+    """Copy positions ``tile`` from a slot into blocks, by staged plan number ``index``."""
 
     plan: int
     index: int
     target_tables: Tables
-    box: Span
+    tile: Span
     device: str
     slot: int
     turn: Turn
 
 
 class Scatter(Request, frozen=True):
-    """Copy a packed box from a slot into the blocks of each memory."""
+    """Copy a packed tile from a slot into the blocks of each memory."""
 
     memories: tuple[int, ...]
     table: BlockTable
-    box: Box
+    tile: Tile
     device: str
     slot: int
     turn: Turn
 
 
 class Gather(Request, frozen=True):
-    """Copy a box from blocks into a slot. The reply's ``seconds`` is the copy's duration."""
+    """Copy a tile from blocks into a slot. The reply's ``seconds`` is the copy's duration."""
 
     memory: int
     table: BlockTable
-    box: Box
+    tile: Tile
     device: str
     slot: int
     turn: Turn
@@ -281,17 +281,17 @@ class Wipe(Request, frozen=True):
 
 
 class Digest(Request, frozen=True):
-    """Digest about one in ``one_in`` pieces of a box. Reply: `Digested`."""
+    """Digest about one in ``one_in`` pieces of a tile. Reply: `Digested`."""
 
     memory: int
     table: BlockTable
-    box: Box
+    tile: Tile
     offer_id: str
     one_in: int
     turn: Turn
 
 
-Job = Read | ReadStaged | ReadBox | Copy | CopyStaged | Scatter | Gather | Zero | Wipe | Digest
+Job = Read | ReadStaged | ReadTile | Copy | CopyStaged | Scatter | Gather | Zero | Wipe | Digest
 ToData = (
     Configure
     | OpenNixl
@@ -340,7 +340,7 @@ class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Digested(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """XXH3 digests, 64 bits little-endian each, in the order of `kvbus.planning.chosen_boxes`."""
+    """XXH3 digests, 64 bits little-endian each, in the order of `kvbus.planning.chosen_tiles`."""
 
     digests: bytes
 

@@ -53,10 +53,10 @@ class Plan:
             first[group], rest[group] = (start, cut), (cut, stop)
         return first, rest
 
-    def find_staged(self, index: int, tables: Tables, box: Span, slot_at: int) -> Runs:
-        """Return the runs of a box into a slot. Raises `GeometryError`."""
+    def find_staged(self, index: int, tables: Tables, tile: Span, slot_at: int) -> Runs:
+        """Return the runs of a tile into a slot. Raises `GeometryError`."""
         try:
-            return self.staged_plan(index).reads(tables, box, slot_at=slot_at)
+            return self.staged_plan(index).reads(tables, tile, slot_at=slot_at)
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
 

@@ -14,7 +14,6 @@ from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
-    Box,
     EngineSpec,
     GroupSpec,
     KvPart,
@@ -22,6 +21,7 @@ from kvbus.geometry.spec import (
     Region,
     Segment,
     StatePart,
+    Tile,
     state_group,
 )
 from kvbus.geometry.validation import check_axes, validate_engine, validate_rank, validate_ranks
@@ -33,7 +33,6 @@ __all__ = [
     "Axis",
     "AxisName",
     "BlockTable",
-    "Box",
     "EngineSpec",
     "GroupSpec",
     "KvLayout",
@@ -42,6 +41,7 @@ __all__ = [
     "Region",
     "Segment",
     "StatePart",
+    "Tile",
     "check_axes",
     "held_heads",
     "held_layers",

@@ -1,7 +1,8 @@
 """Ready-made regions: a whole rank from the order of its axes, and a staging slot.
 
-An engine with other memory describes its regions itself. A slot holds one box of a packed read: one
-region at offset 0, with one block, without gaps, in the order ``[layer, kv, token, head, dim]``.
+An engine with other memory describes its regions itself. A slot holds one tile of a packed read:
+one region at offset 0, with one block, without gaps, in the order ``[layer, kv, token, head,
+dim]``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +14,12 @@ from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
-    Box,
     EngineSpec,
     GroupSpec,
     RankSpec,
     Region,
     Segment,
+    Tile,
 )
 from kvbus.geometry.validation import check_held
 
@@ -104,7 +105,7 @@ def lay_out_rank(
             heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
             region = _packed_region(
                 group,
-                Box(group.name, these, some, heads.start, len(heads), 0, group.block_size),
+                Tile(group.name, these, some, heads.start, len(heads), 0, group.block_size),
                 layout.axes,
                 num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
                 segment_id=segment_id,
@@ -135,19 +136,19 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     return frozenset(layers[first:stop])
 
 
-def slot_region(group: GroupSpec, box: Box) -> Region:
-    """Return the region of ``box`` in its slot, with all positions in block 0.
+def slot_region(group: GroupSpec, tile: Tile) -> Region:
+    """Return the region of ``tile`` in its slot, with all positions in block 0.
 
-    ``group`` is either side's. Raises `GeometryError` for a box that does not fit it.
+    ``group`` is either side's. Raises `GeometryError` for a tile that does not fit it.
     """
-    check_held(group, box, "box")
-    if box.stop <= box.start:
-        raise GeometryError(f"box has no positions: {box.start} to {box.stop}", field="stop")
-    return _packed_region(group, box, CANONICAL_AXES)
+    check_held(group, tile, "tile")
+    if tile.stop <= tile.start:
+        raise GeometryError(f"tile has no positions: {tile.start} to {tile.stop}", field="stop")
+    return _packed_region(group, tile, CANONICAL_AXES)
 
 
 def staged_regions(
-    group: GroupSpec, regions: Iterable[Region], held: Box, *, num_blocks: int
+    group: GroupSpec, regions: Iterable[Region], held: Tile, *, num_blocks: int
 ) -> Iterator[Region]:
     """Yield regions of a slot that holds blocks in the order of ``regions``, without gaps.
 
@@ -159,7 +160,9 @@ def staged_regions(
         parts = tuple(part for part in one.parts if part in held.parts)
         if one.group != held.group or not (layers and parts):
             continue
-        block = Box(group.name, layers, parts, held.first_head, held.num_heads, 0, group.block_size)
+        block = Tile(
+            group.name, layers, parts, held.first_head, held.num_heads, 0, group.block_size
+        )
         order = sorted(AxisName, key=one.stride_bytes, reverse=True)
         yield (
             region := _packed_region(
@@ -169,14 +172,14 @@ def staged_regions(
         end += region.axes[0].size * region.axes[0].stride_bytes
 
 
-def slot_bytes(group: GroupSpec, box: Box) -> int:
-    heads = len(box.layers) * len(box.parts) * box.num_heads
-    return (box.stop - box.start) * heads * group.head_bytes(box.parts[0])
+def slot_bytes(group: GroupSpec, tile: Tile) -> int:
+    heads = len(tile.layers) * len(tile.parts) * tile.num_heads
+    return (tile.stop - tile.start) * heads * group.head_bytes(tile.parts[0])
 
 
 def _packed_region(
     group: GroupSpec,
-    block: Box,
+    block: Tile,
     order: tuple[AxisName, ...],
     *,
     num_blocks: int = 1,

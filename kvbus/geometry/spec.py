@@ -223,7 +223,7 @@ class RankSpec(msgspec.Struct, frozen=True):
         return {region.group: region.size(AxisName.BLOCK) for region in self.regions}
 
 
-class Box(msgspec.Struct, frozen=True):
+class Tile(msgspec.Struct, frozen=True):
     """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
     [Packed reads](#packed-reads). Positions are those of the group's block table; for all but a
     state these are tokens.

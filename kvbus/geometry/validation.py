@@ -11,11 +11,11 @@ from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
-    Box,
     EngineSpec,
     GroupSpec,
     RankSpec,
     Region,
+    Tile,
     state_group,
 )
 
@@ -98,7 +98,7 @@ def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
                 )
 
 
-def check_held(group: GroupSpec, held: Region | Box, where: str) -> None:
+def check_held(group: GroupSpec, held: Region | Tile, where: str) -> None:
     for field, named, known in (
         ("layers", held.layers, group.layers),
         ("parts", held.parts, group.parts),

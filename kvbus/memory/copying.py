@@ -1,4 +1,4 @@
-"""Copies of boxes between blocks and staging slots, checked before any byte moves.
+"""Copies of tiles between blocks and staging slots, checked before any byte moves.
 
 All operations are plans: to the planner, a slot is a rank with one region at address 0. `run_copy`
 executes them on the host, `cuda.open` on a GPU. This module does not import torch.
@@ -19,11 +19,11 @@ from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
     AxisName,
     BlockTable,
-    Box,
     EngineSpec,
     GroupSpec,
     RankSpec,
     Region,
+    Tile,
     slot_bytes,
 )
 from kvbus.memory.run_copy import copy_runs, zero_runs
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 RunsAt = Callable[[int], Runs]
 MAX_PLANS = 256
-"""Plans kept per group and rank, about 20 KB each. Readers choose their boxes."""
+"""Plans kept per group and rank, about 20 KB each. Readers choose their tiles."""
 
 
 class Mover(Protocol):
     """An executor of copies in memory that is not mapped here, such as a GPU's."""
 
     def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
-        """``content`` is the part of a slot that the box fills."""
+        """``content`` is the part of a slot that the tile fills."""
         ...
 
     def zero(self, runs: Runs) -> None: ...
@@ -77,34 +77,34 @@ class PagedMemory:
         self._placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
-    def gather(self, table: BlockTable, box: Box, slot: Buffer) -> None:
-        """Copy ``box`` from the blocks to the start of ``slot``, which may be larger.
+    def gather(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
+        """Copy ``tile`` from the blocks to the start of ``slot``, which may be larger.
 
-        Raises `GeometryError` unless rank, table and slot hold the whole box.
+        Raises `GeometryError` unless rank, table and slot hold the whole tile.
         """
-        self._move(table, box, slot, into_slot=True)
+        self._move(table, tile, slot, into_slot=True)
 
-    def scatter(self, table: BlockTable, box: Box, slot: Buffer) -> None:
+    def scatter(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
         """Copy back from ``slot`` into the blocks; raises as `gather`."""
-        self._move(table, box, slot, into_slot=False)
+        self._move(table, tile, slot, into_slot=False)
 
-    def _move(self, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool) -> None:
-        if box.group != self.group.name:
-            message = f"box of group '{box.group}', not '{self.group.name}'"
+    def _move(self, table: BlockTable, tile: Tile, slot: Buffer, *, into_slot: bool) -> None:
+        if tile.group != self.group.name:
+            message = f"tile of group '{tile.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
-        self._check_blocks(table, box.start, box.stop)
-        shape = msgspec.structs.replace(box, start=0, stop=box.stop - box.start)
+        self._check_blocks(table, tile.start, tile.stop)
+        shape = msgspec.structs.replace(tile, start=0, stop=tile.stop - tile.start)
         plan = self._plan(shape, into_slot=into_slot)
-        needed, room = slot_bytes(self.group, box), len(slot)
+        needed, room = slot_bytes(self.group, tile), len(slot)
         if needed > room:
             raise GeometryError(
-                f"box takes {needed} bytes, its staging slot has {room}",
+                f"tile takes {needed} bytes, its staging slot has {room}",
                 needed_bytes=needed,
                 given_bytes=room,
             )
 
         def runs_at(address: int) -> Runs:
-            return plan.runs(table, box.start, box.stop, slot_at=address)
+            return plan.runs(table, tile.start, tile.stop, slot_at=address)
 
         if self.mover is None:
             copy_runs(runs_at(_address_of(slot)))

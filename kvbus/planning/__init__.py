@@ -3,15 +3,7 @@
 Addresses are numbers here.
 """
 
-from kvbus.planning.boxes import (
-    Piece,
-    chosen_boxes,
-    cut_for_digests,
-    cut_into_boxes,
-    num_pieces,
-    piece_of,
-)
-from kvbus.planning.choose import Learned, Path, choose_path, least_box_bytes, usual_box_bytes
+from kvbus.planning.choose import Learned, Path, choose_path, least_tile_bytes, usual_tile_bytes
 from kvbus.planning.mapping import (
     MAX_CHOICES,
     ReadMap,
@@ -25,6 +17,14 @@ from kvbus.planning.run_plan import MAX_FEW, PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Extents, Lattice, Reads, Run, Runs
 from kvbus.planning.spans import Span, SpanMap, Spans, Tables, asked_states, tail_spans
 from kvbus.planning.staged import StagedPlan, staged_plans
+from kvbus.planning.tiles import (
+    Piece,
+    chosen_tiles,
+    cut_for_digests,
+    cut_into_tiles,
+    num_pieces,
+    piece_of,
+)
 
 __all__ = [
     "MAX_CHOICES",
@@ -51,15 +51,15 @@ __all__ = [
     "bytes_by_group",
     "check_compatible",
     "choose_path",
-    "chosen_boxes",
+    "chosen_tiles",
     "cut_for_digests",
-    "cut_into_boxes",
-    "least_box_bytes",
+    "cut_into_tiles",
+    "least_tile_bytes",
     "num_pieces",
     "piece_of",
     "position_bytes",
     "span_bytes",
     "staged_plans",
     "tail_spans",
-    "usual_box_bytes",
+    "usual_tile_bytes",
 ]

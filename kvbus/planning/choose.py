@@ -25,8 +25,8 @@ class Path(StrEnum):
 LONG_RUN_BYTES = 8 << 10
 """READing a run takes no longer than gathering and scattering this many bytes twice."""
 SHORT_BYTES, FEW_RUNS = 1 << 20, 128
-"""A fetch this small ends before a box could have been requested."""
-LEAST_BOX_BYTES = 1 << 20
+"""A fetch this small ends before a tile could have been requested."""
+LEAST_TILE_BYTES = 1 << 20
 WEIGHT, MAX_RATIO = 0.2, 100.0
 
 
@@ -60,16 +60,16 @@ def choose_path(
     raise LocalError("the fetch can take none of the paths")
 
 
-def usual_box_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:
-    """Return the size of a fetch's boxes: at least two, as their stages overlap.
+def usual_tile_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:
+    """Return the size of a fetch's tiles: at least two, as their stages overlap.
 
-    No box can be smaller than ``least``: see `least_box_bytes`.
+    No tile can be smaller than ``least``: see `least_tile_bytes`.
     """
-    return min(slot_bytes, max(LEAST_BOX_BYTES, num_bytes // 2, least))
+    return min(slot_bytes, max(LEAST_TILE_BYTES, num_bytes // 2, least))
 
 
-def least_box_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
-    """Return the smallest box that `cut_into_boxes` can make of each share."""
+def least_tile_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
+    """Return the smallest tile that `cut_into_tiles` can make of each share."""
     sizes = (position_bytes(one, engine.group(one.group)) // len(one.layers) for one in shares)
     return max(sizes, default=1)
 

@@ -42,12 +42,12 @@ from kvbus.planning import (
     bytes_by_group,
     check_compatible,
     choose_path,
-    cut_into_boxes,
-    least_box_bytes,
+    cut_into_tiles,
+    least_tile_bytes,
     position_bytes,
     span_bytes,
     staged_plans,
-    usual_box_bytes,
+    usual_tile_bytes,
 )
 from kvbus.planning.choose import LONG_RUN_BYTES
 from kvbus.spec_text import MAX_SPAN, read_engine
@@ -63,11 +63,11 @@ PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
     Path.STAGED: "whole blocks, into slots of the decode agent, and copied from there",
-    Path.PACKED: "one a box, gathered before and scattered after it",
+    Path.PACKED: "one a tile, gathered before and scattered after it",
     Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
 CHOSEN = "green"
-SHORT = {"num_bytes": "bytes", "num_boxes": "boxes", "prefill": "from", "decode": "to"}
+SHORT = {"num_bytes": "bytes", "num_tiles": "tiles", "prefill": "from", "decode": "to"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
     descriptors: int
     num_bytes: int
-    num_boxes: int = 0
+    num_tiles: int = 0
     scattered_bytes: int = 0
 
 
@@ -215,28 +215,28 @@ def make_plan(options: PlanOptions) -> Plan:
     staged = staged_plans(holder.ranks, reader.ranks, joined, slot_bytes=options.slot_bytes)
     num_staged_runs = sum(one.num_runs(spans) for one in staged)
     if num_bytes and staged:
-        boxes = _staged_boxes(staged, spans, num_bytes=num_bytes, slot_bytes=options.slot_bytes)
+        tiles = _staged_tiles(staged, spans, num_bytes=num_bytes, slot_bytes=options.slot_bytes)
         merged = num_staged_runs
         if num_staged_runs <= MAX_MERGED:
-            found = (one.reads(holder.tables, box, slot_at=0).reads() for one, box in boxes)
+            found = (one.reads(holder.tables, tile, slot_at=0).reads() for one, tile in tiles)
             merged = sum(len(each.local) for each in found)
         paths[Path.STAGED] = PathPlan(
             descriptors=merged,
             num_bytes=joined_bytes,
-            num_boxes=len(boxes),
+            num_tiles=len(tiles),
             scattered_bytes=num_bytes,
         )
-    least = least_box_bytes(joined, decode.engine)
+    least = least_tile_bytes(joined, decode.engine)
     if num_bytes and least <= options.slot_bytes:
-        box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=options.slot_bytes)
-        num_boxes = sum(
-            len(cut_into_boxes(one, group(one.group), spans[one.group], box_bytes=box_bytes))
+        tile_bytes = usual_tile_bytes(num_bytes, least=least, slot_bytes=options.slot_bytes)
+        num_tiles = sum(
+            len(cut_into_tiles(one, group(one.group), spans[one.group], tile_bytes=tile_bytes))
             for one in joined
         )
         paths[Path.PACKED] = PathPlan(
-            descriptors=num_boxes,
+            descriptors=num_tiles,
             num_bytes=joined_bytes,
-            num_boxes=num_boxes,
+            num_tiles=num_tiles,
             scattered_bytes=num_bytes,
         )
     if options.same_machine:
@@ -266,11 +266,13 @@ def make_plan(options: PlanOptions) -> Plan:
     )
 
 
-def _staged_boxes(
+def _staged_tiles(
     plans: tuple[StagedPlan, ...], spans: Spans, *, num_bytes: int, slot_bytes: int
 ) -> list[tuple[StagedPlan, Span]]:
-    box_bytes = usual_box_bytes(num_bytes, least=1, slot_bytes=slot_bytes)
-    return [(one, box) for one in plans for box in one.boxes(spans[one.group], box_bytes=box_bytes)]
+    tile_bytes = usual_tile_bytes(num_bytes, least=1, slot_bytes=slot_bytes)
+    return [
+        (one, tile) for one in plans for tile in one.tiles(spans[one.group], tile_bytes=tile_bytes)
+    ]
 
 
 class _Placed:
@@ -359,12 +361,12 @@ def _print(plan: Plan, console: Console) -> None:
     console.print(f"{bytes_text(plan.num_bytes)} in all")
     if plan.reads and plan.unread_ranks:
         console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
-    paths = _table("Paths", "path", "READs or copies", "mean", "bytes", "boxes")
+    paths = _table("Paths", "path", "READs or copies", "mean", "bytes", "tiles")
     for path, one in plan.paths.items():
         cells = ["cannot"]
         if one:
-            mean, boxes = one.num_bytes / max(1, one.descriptors), f"{one.num_boxes:,}"
-            cells = [f"{one.descriptors:,}", bytes_text(mean), bytes_text(one.num_bytes), boxes]
+            mean, tiles = one.num_bytes / max(1, one.descriptors), f"{one.num_tiles:,}"
+            cells = [f"{one.descriptors:,}", bytes_text(mean), bytes_text(one.num_bytes), tiles]
         paths.add_row(path, *cells, style=CHOSEN if path is plan.choice else "")
     console.print("", paths)
     packed = plan.paths[Path.PACKED]

@@ -12,7 +12,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, GeometryError
-from kvbus.geometry import AxisName, Box, EngineSpec, GroupSpec, RankSpec, Region
+from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec, Region, Tile
 from kvbus.planning.spans import Spans
 
 MAX_CHOICES = 64
@@ -77,16 +77,16 @@ class Share:
     others: tuple[int, ...] = ()
 
     @classmethod
-    def whole(cls, held: Box | Region) -> "Share":
+    def whole(cls, held: Tile | Region) -> "Share":
         return cls(0, 0, held.group, held.layers, held.parts, held.first_head, held.num_heads)
 
     @property
     def readers(self) -> tuple[int, ...]:
         return self.reader, *self.others
 
-    def box(self, layers: tuple[int, ...], start: int, stop: int) -> Box:
+    def tile(self, layers: tuple[int, ...], start: int, stop: int) -> Tile:
         heads = self.first_head, self.num_heads
-        return Box(self.group, layers, self.parts, *heads, start, stop)
+        return Tile(self.group, layers, self.parts, *heads, start, stop)
 
 
 def position_bytes(held: Region | Share, group: GroupSpec) -> int:

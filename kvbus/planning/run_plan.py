@@ -22,10 +22,10 @@ from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
     AxisName,
     BlockTable,
-    Box,
     EngineSpec,
     RankSpec,
     Region,
+    Tile,
     slot_region,
 )
 from kvbus.planning.mapping import Cell, Share, cells
@@ -105,14 +105,14 @@ class RunPlan:
 # To the planner, a slot with n positions from p on is one block that never ends. So the slot cuts
 # no unit, and position 0 lies p tokens in front of it. Plans depend on n, but not on p.
 class SlotPlan:
-    """The runs between a rank's blocks and slots for boxes of one shape.
+    """The runs between a rank's blocks and slots for tiles of one shape.
 
     Raises `GeometryError` for a layer, part or head that the rank lacks.
     """
 
-    def __init__(self, placed: PlacedRank, box: Box, *, into_slot: bool) -> None:
-        group = placed.engine.group(box.group)
-        region = slot_region(group, box)
+    def __init__(self, placed: PlacedRank, tile: Tile, *, into_slot: bool) -> None:
+        group = placed.engine.group(tile.group)
+        region = slot_region(group, tile)
         endless = msgspec.structs.replace(group, block_size=ENDLESS)
         slot = PlacedRank(
             engine=msgspec.structs.replace(placed.engine, groups=(endless,)),
@@ -120,8 +120,8 @@ class SlotPlan:
             addresses={region.segment_id: 0},
         )
         source, target = (placed, slot) if into_slot else (slot, placed)
-        self._plan = RunPlan({0: source}, {0: target}, [Share.whole(box)])
-        self._group, self._into_slot = box.group, into_slot
+        self._plan = RunPlan({0: source}, {0: target}, [Share.whole(tile)])
+        self._group, self._into_slot = tile.group, into_slot
         self._token_bytes = region.stride_bytes(AxisName.TOKEN)
 
     def runs(self, table: BlockTable, start: int, stop: int, *, slot_at: int) -> Runs:

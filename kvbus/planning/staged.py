@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from kvbus.geometry import BlockTable, RankSpec, num_blocks_for, staged_regions
-from kvbus.planning.boxes import evenly
 from kvbus.planning.mapping import Share, position_bytes
 from kvbus.planning.run_plan import PlacedRank, RunPlan
 from kvbus.planning.runs import Runs
 from kvbus.planning.spans import Span, Spans, Tables
+from kvbus.planning.tiles import evenly
 
 
 class StagedPlan:
@@ -43,7 +43,7 @@ class StagedPlan:
         regions = staged_regions(
             group,
             holder.rank.regions,
-            whole.box(layers, 0, group.block_size),
+            whole.tile(layers, 0, group.block_size),
             num_blocks=slot_bytes // self._block_bytes,
         )
         slot = PlacedRank(holder.engine, RankSpec(0, (), tuple(regions)), {"slot": 0})
@@ -54,30 +54,30 @@ class StagedPlan:
     def num_runs(self, spans: Spans) -> int:
         return self._read.num_runs({self.group: spans[self.group]})
 
-    def boxes(self, span: Span, *, box_bytes: int) -> Iterator[Span]:
-        """Yield whole blocks as about equal boxes, of ``box_bytes`` if a block fits."""
+    def tiles(self, span: Span, *, tile_bytes: int) -> Iterator[Span]:
+        """Yield whole blocks as about equal tiles, of ``tile_bytes`` if a block fits."""
         start, stop = span
         if start < stop:
             first, end = start // self._block_size, num_blocks_for(stop, self._block_size)
-            num_boxes = -(-(end - first) // max(1, box_bytes // self._block_bytes))
-            for lo, hi in evenly(first, end, num_boxes):
+            num_tiles = -(-(end - first) // max(1, tile_bytes // self._block_bytes))
+            for lo, hi in evenly(first, end, num_tiles):
                 yield max(start, lo * self._block_size), min(stop, hi * self._block_size)
 
-    def reads(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
+    def reads(self, tables: Tables, tile: Span, *, slot_at: int) -> Runs:
         """Return the runs from the holder's blocks to the slot at address ``slot_at``.
 
         Raises `IndexError` if ``tables`` do not cover the positions.
         """
-        runs = self._read.runs(tables, self._in_slot(box), {self.group: box})
+        runs = self._read.runs(tables, self._in_slot(tile), {self.group: tile})
         return runs.moved(target_bytes=slot_at)
 
-    def copies(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
+    def copies(self, tables: Tables, tile: Span, *, slot_at: int) -> Runs:
         """Return the runs from the slot to all readers; raises as `reads`."""
-        runs = self._copy.runs(self._in_slot(box), tables, {self.group: box})
+        runs = self._copy.runs(self._in_slot(tile), tables, {self.group: tile})
         return runs.moved(source_bytes=slot_at)
 
-    def _in_slot(self, box: Span) -> Tables:
-        first, end = box[0] // self._block_size, num_blocks_for(box[1], self._block_size)
+    def _in_slot(self, tile: Span) -> Tables:
+        first, end = tile[0] // self._block_size, num_blocks_for(tile[1], self._block_size)
         return {self.group: BlockTable.of(range(end - first), first_block=first)}
 
 

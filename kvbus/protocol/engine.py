@@ -265,8 +265,8 @@ class StageTimes(msgspec.Struct, frozen=True):
 
     resolving: float = 0.0
     """Finding the agent and shaking hands."""
-    claiming: float = 0.0
-    """Claiming the lease."""
+    acquiring: float = 0.0
+    """Acquiring the lease."""
     waiting: float = 0.0
     """Waiting for tokens."""
     reading: float = 0.0
@@ -306,7 +306,7 @@ class Fetched(Message, frozen=True):
     outcome: Outcome
     """``completed``, ``failed`` or ``cancelled``."""
     stage: Id
-    """Stage in which it ended: ``meeting``, ``resolving``, ``queued``, ``claiming``, ``waiting``,
+    """Stage in which it ended: ``meeting``, ``resolving``, ``queued``, ``acquiring``, ``waiting``,
     ``reading``, ``taking`` or ``completed``."""
     blocks_free: bool
     """Whether the blocks may be reused now. If false, wait for ``blocks_freed``."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec
+from kvbus.geometry import BlockTable, EngineSpec, RankSpec, Tile
 from kvbus.geometry.spec import Index
 from kvbus.protocol.attach import MemorySocket
 from kvbus.protocol.engine import AgentRanks, Ranks, Tables
@@ -45,7 +45,7 @@ Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]  # with an offset, st
 OfferSecret = Secret
 """Secret from the offer's ticket."""
 LeaseToken = Secret
-"""The right to the lease, from the reply to ``claim``."""
+"""The right to the lease, from the reply to ``acquire``."""
 ReaderId = Id
 """Id of the reader, unique for each fetch of each agent."""
 ReaderAgent = Text
@@ -56,9 +56,9 @@ ReaderBoot = Text
 TransferId = Secret
 """Name of the offer, and the right to its ticket."""
 HolderRank = Index
-"""Number of the rank that holds the box."""
-BoxTable = BlockTable
-"""Exactly the blocks of the box's positions, with the block ids of the offer."""
+"""Number of the rank that holds the tile."""
+TileTable = BlockTable
+"""Exactly the blocks of the tile's positions, with the block ids of the offer."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -102,11 +102,11 @@ class HandshakeDone(Message, frozen=True):
     events_endpoint: Endpoint
     """ZeroMQ endpoint of the prefill agent's events socket."""
     max_lease_s: Seconds
-    """Longest lease that one claim or renewal grants."""
+    """Longest lease that one acquire or renewal grants."""
     access: Secret
     """Credential for ``pack``, ``digest``, ``check`` and ``lend`` at this agent."""
     slot_bytes: Size = 0
-    """Size of a staging slot, and so of the largest box; 0 if the agent packs nothing."""
+    """Size of a staging slot, and so of the largest tile; 0 if the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
     """Engine's home only: the other agents that have ranks of it."""
     memory_socket: MemorySocket = MemorySocket()
@@ -151,10 +151,10 @@ class Handshake(Request[HandshakeDone], frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """Reply to `Claim` and `Renew`: the lease, and the readable part of the offer."""
+    """Reply to `Acquire` and `Renew`: the lease, and the readable part of the offer."""
 
     epoch: Epoch
-    """Epoch of the lease; it grows with each claim of an offer."""
+    """Epoch of the lease; it grows with each acquire of an offer."""
     lease_s: Seconds
     """Duration of the lease. The agent counts from when it *received* the request, a reader from
     when it *sent* it."""
@@ -168,11 +168,11 @@ class Granted(Message, frozen=True):
     """The right to the lease."""
 
 
-@request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
-class Claim(Request[Granted], frozen=True):
-    """Claim a lease of an offer. At most as many leases are live as ``readers`` are left. The same
-    ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the old
-    lease ends.
+@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
+class Acquire(Request[Granted], frozen=True):
+    """Acquire a lease of an offer. At most as many leases are live as ``readers`` are left. The
+    same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the
+    old lease ends.
     """
 
     agent_boot: AgentBoot
@@ -233,7 +233,7 @@ class Take(Request[Empty], frozen=True):
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """As in ``claim``: the take ends the lease, but not the offer."""
+    """As in ``acquire``: the take ends the lease, but not the offer."""
     nixl_agent: Text = ""
     """The ``nixl_agent`` of the handshake that was read from; empty if nothing was read with NIXL.
     If the agent has another one now, the request is ``stale``."""
@@ -360,9 +360,9 @@ class Packed(Message, frozen=True):
 
     slot_id: SlotId
     address: Address
-    """Start of the box in the agent's data process, within ``nixl_metadata``."""
+    """Start of the tile in the agent's data process, within ``nixl_metadata``."""
     num_bytes: Size
-    """Size of the box."""
+    """Size of the tile."""
     slot_lease_s: Seconds
     """Seconds that the slot stays the reader's, while the lease lives; counted as ``lease_s``."""
     memory: Literal["DRAM", "VRAM"] = "DRAM"
@@ -378,8 +378,8 @@ class Packed(Message, frozen=True):
     "engine_lost draining geometry timeout config transfer_failed",
 )
 class Pack(Request[Packed], frozen=True):
-    """Gather a box of one rank into a staging slot; see [Packed reads](#packed-reads). The reply
-    comes when the box is gathered, which may wait for a slot.
+    """Gather a tile of one rank into a staging slot; see [Packed reads](#packed-reads). The reply
+    comes when the tile is gathered, which may wait for a slot.
     """
 
     agent_boot: AgentBoot
@@ -390,9 +390,9 @@ class Pack(Request[Packed], frozen=True):
     """Epoch of the lease. Only the engine's home checks it here; for other agents, the ``take``
     does."""
     rank: HolderRank
-    box: Box
-    """Box to gather, of at most ``slot_bytes``."""
-    table: BoxTable
+    tile: Tile
+    """Tile to gather, of at most ``slot_bytes``."""
+    table: TileTable
     slot_lease_s: Seconds
     """Seconds wanted to wait, gather and read; the agent may grant fewer."""
     token: Secret
@@ -418,7 +418,7 @@ class Digests(Message, frozen=True):
 
 @request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
 class Digest(Request[Digests], frozen=True):
-    """Get digests of a box as one rank holds it now; see [Digests](#digests)."""
+    """Get digests of a tile as one rank holds it now; see [Digests](#digests)."""
 
     agent_boot: AgentBoot
     engine_id: EngineId
@@ -426,9 +426,9 @@ class Digest(Request[Digests], frozen=True):
     offer_id: OfferId
     """Id of the offer; also selects the pieces."""
     rank: HolderRank
-    box: Box
-    """Box to digest, of at most 131,072 pieces."""
-    table: BoxTable
+    tile: Tile
+    """Tile to digest, of at most 131,072 pieces."""
+    table: TileTable
     one_in: OneIn
     secret: OfferSecret
     """Secret from the offer's ticket; only the engine's home can check it."""

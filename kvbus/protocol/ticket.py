@@ -86,7 +86,7 @@ class RouterTicket(Redacted, frozen=True):
 
 
 class Ticket(RouterTicket, frozen=True):
-    """The name of one offer of one prefill agent. Its ``secret`` is the right to claim it."""
+    """The name of one offer of one prefill agent. Its ``secret`` is the right to acquire it."""
 
     what: ClassVar[str] = "ticket"
 
@@ -104,7 +104,7 @@ class Ticket(RouterTicket, frozen=True):
     num_tokens: Tokens
     """Tokens that were ready when the ticket was made; more may follow."""
     secret: Secret
-    """The right to claim or withdraw the offer."""
+    """The right to acquire or withdraw the offer."""
     server_key: ServerKey = ""
     audience: Audience = ""
     prompt_digest: Text = ""

@@ -199,7 +199,7 @@ class Span(Redacted, frozen=True):
     """0 for an offer or a fetch. A span is part of the nearest earlier span with a smaller depth.
     """
     about: Text = ""
-    """Distinguishes several, such as the legs of a read; empty if there is only one."""
+    """Distinguishes several, such as the transfers of a read; empty if there is only one."""
     error: Text = ""
     """Error that ended it; empty for none."""
     attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
@@ -239,7 +239,7 @@ class Trace(Request[Traced], frozen=True):
     request_id: Text = ""
     """A request, by its id in the ticket or rendezvous."""
     offer_id: Text = ""
-    """An offer of this agent, or of another agent that had boxes gathered here."""
+    """An offer of this agent, or of another agent that had tiles gathered here."""
     fetch_id: Text = ""
     """A fetch of this agent, or of another agent that had a part read here."""
 
@@ -333,8 +333,8 @@ class OfferEvent(Message, frozen=True):
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
-    """A lease was granted, was revoked by a withdrawal or a new claim, has expired, or was ended by
-    its reader.
+    """A lease was granted, was revoked by a withdrawal or a new acquire, has expired, or was ended
+    by its reader.
     """
 
     offer_id: OfferId

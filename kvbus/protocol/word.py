@@ -37,8 +37,8 @@ _LIVE, _TAKEN, _NAMED = 1, 2, 3
 # memory in the process that frees blocks. An agent that outlives its connection to the engine no
 # longer finds the word as the engine named it, and makes none live.
 #
-# The agent closes the word before it grants a claim or a take, and before it reports the end of the
-# offer. So exactly one reader has the offer, and the agent knows which one. The value that this
+# The agent closes the word before it grants an acquire or a take, and before it reports the end of
+# the offer. So exactly one reader has the offer, and the agent knows which one. The value that this
 # reader swapped in is a hash of the token of its take. The token in its `taken` identifies it.
 #
 # A live word is a hash of the ticket, which has a secret. With an altered ticket, or one of an

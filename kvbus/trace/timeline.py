@@ -1,8 +1,8 @@
 """The spans of all agents on one clock, and where the request's time went (pure).
 
     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
-    fetch             ├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
-    the time  ├ open ┤├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
+    fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ taking ┤
+    the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ taking ┤
 
 The fetch takes precedence over the offer, as the decode engine waits for the fetch.
 """
@@ -26,7 +26,7 @@ PHRASES = {
         "meeting": "waiting for the prefill engine to make the offer",
         "resolving": "meeting the prefill agent",
         "queued": "waiting for a turn behind other fetches",
-        "claiming": "waiting for the lease of the offer",
+        "acquiring": "waiting for the lease of the offer",
         "waiting": "waiting for prefill to compute",
         "reading": "reading",
         "taking": "asking whether the bytes are good",
@@ -110,7 +110,7 @@ class Timeline:
         parts: defaultdict[str, list[Span]] = defaultdict(list)
         for one in self.agents:
             for span in one.spans:
-                if span.about.startswith("leg"):
+                if span.about.startswith("transfer"):
                     parts[span.name].append(span)
         if not parts:
             return ""

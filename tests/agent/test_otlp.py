@@ -32,9 +32,9 @@ VALUES: dict[str, str | int | float] = {
 }
 SPANS = (
     Span("fetch", 1.0, 4.0, attributes=VALUES),
-    Span("claiming", 1.0, 2.0, 1),
+    Span("acquiring", 1.0, 2.0, 1),
     Span("reading", 2.0, 4.0, 1),
-    Span("READ", 2.0, 3.5, 2, "leg 0", "timeout: no answer"),
+    Span("READ", 2.0, 3.5, 2, "transfer 0", "timeout: no answer"),
 )
 
 
@@ -79,7 +79,7 @@ async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_val
     ids = {name: span.span_id for name, span in by_name.items()}
     assert {name: span.parent_id for name, span in by_name.items()} == {
         "fetch": PARENT,
-        "claiming": ids["fetch"],
+        "acquiring": ids["fetch"],
         "reading": ids["fetch"],
         "READ": ids["reading"],
     }
@@ -87,7 +87,7 @@ async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_val
     assert len(set(ids.values())) == len(SPANS)
     fetch, read = by_name["fetch"], by_name["READ"]
     assert fetch.attributes == {f"kvbus.{name}": value for name, value in VALUES.items()}
-    assert (read.attributes, read.error) == ({"kvbus.about": "leg 0"}, "timeout: no answer")
+    assert (read.attributes, read.error) == ({"kvbus.about": "transfer 0"}, "timeout: no answer")
     assert fetch.resource == {"service.name": "test"}
     assert fetch.end_ns - fetch.start_ns == 3_000_000_000
 

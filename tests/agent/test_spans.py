@@ -62,15 +62,15 @@ STORIES = {
     ),
     "parts have spans of their own, and names by the state before": (
         history(
-            (1.0, "read", [], "leg 0"),
-            (1.5, "copy", [], "leg 1"),
-            (2.0, "copy", [], "leg 0"),
-            (3.0, "over", [], "leg 1"),
+            (1.0, "read", [], "transfer 0"),
+            (1.5, "copy", [], "transfer 1"),
+            (2.0, "copy", [], "transfer 0"),
+            (3.0, "over", [], "transfer 1"),
         ),
         [
-            Span("read", 1.0, 2.0, 0, "leg 0"),
-            Span("copy", 1.5, 3.0, 0, "leg 1"),
-            Span("scatter", 2.0, None, 0, "leg 0"),
+            Span("read", 1.0, 2.0, 0, "transfer 0"),
+            Span("copy", 1.5, 3.0, 0, "transfer 1"),
+            Span("scatter", 2.0, None, 0, "transfer 0"),
         ],
     ),
     "a stay of no time is a span only if it ended in an error": (

@@ -37,7 +37,7 @@ def test_a_mapped_fetch_of_one_block_takes_few_calls_in_both_agents(clone: Path)
     )
 
     assert ended.returncode == 0, ended.stderr
-    # On a busy machine a fetch that takes long claims, too: the best of the rounds counts.
+    # On a busy machine a fetch that takes long acquires, too: the best of the rounds counts.
     found = json.loads(ended.stdout)["mapped fetch"]
     calls = found["fewest_by_process"]
     assert {name: calls[name] for name in MOST if calls[name] > MOST[name]} == {}

@@ -115,7 +115,7 @@ HANDOFFS = {
 }
 SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
 TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
-"""Altered tickets have more than one block, and so few that they are read without a claim."""
+"""Altered tickets have more than one block, and so few that they are read without an acquire."""
 SOONEST_S, LATEST_S = 0.002, 1.0
 """After so long a handoff is withdrawn or cancelled: a read is met on slow machines and fast."""
 

@@ -1,6 +1,6 @@
 """A peer without a right: it hears the events, reads the wire, and asks for all that it knows of.
 
-It claims, takes, renews, gives back and withdraws what is others', and speaks under boot
+It acquires, takes, renews, gives back and withdraws what is others', and speaks under boot
 ids of others. Every ``ok`` to that is a violation; where agents have keys, every answer is.
 """
 
@@ -93,7 +93,7 @@ class Rogue:
         reader = {**offer, "secret": FORGED, "reader_id": "rogue"}
         yield "withdraw", {**offer, "secret": FORGED}
         yield "take", {**reader, "token": FORGED, "tables": {}}
-        yield "claim", {**reader, "lease_s": BIG_LEASE_S}
+        yield "acquire", {**reader, "lease_s": BIG_LEASE_S}
 
     async def _ask(self, dealer: Any, op: str, body: Frame, **envelope: Any) -> None:
         self._number += 1

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.data import messages as wire
-from kvbus.geometry import Box
+from kvbus.geometry import Tile
 from kvbus.memory.segment import SharedSegment
-from kvbus.planning import Piece, ReadMap, chosen_boxes, cut_for_digests, num_pieces, piece_of
+from kvbus.planning import Piece, ReadMap, chosen_tiles, cut_for_digests, num_pieces, piece_of
 from tests.data_process import Data, DataInThread
 from tests.gpu_stand_in import GPU, StandIn
 from tests.planning.handoffs import Case, Side, cases, copied_by_loops, some
@@ -47,9 +47,9 @@ class Memories:
             for memory in added.values():
                 self._data.call(wire.RemoveMemory(memory=memory))
 
-    def digests(self, memory: int, side: Side, box: Box, **sample: Any) -> list[int]:
-        table = side.tables[box.group]
-        asked = wire.Digest(memory=memory, table=table, box=box, turn=wire.Turn("turn"), **sample)
+    def digests(self, memory: int, side: Side, tile: Tile, **sample: Any) -> list[int]:
+        table = side.tables[tile.group]
+        asked = wire.Digest(memory=memory, table=table, tile=tile, turn=wire.Turn("turn"), **sample)
         found: list[int] = np.frombuffer(self._data.call(asked).digests, "<u8").tolist()
         return found
 
@@ -86,19 +86,19 @@ def memories(request: pytest.FixtureRequest) -> Iterator[Memories]:
             data.end()
 
 
-def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
-    """Holder, reader and boxes of all that is handed over."""
+def tiles_of(case: Case) -> Iterator[tuple[int, int, Tile]]:
+    """Holder, reader and tiles of all that is handed over."""
     spans = case.spans()
     for share in ReadMap(*case.ranks).shares(case.replica_index):
-        for box in cut_for_digests(share, spans[share.group]):
-            yield share.holder, share.reader, box
+        for tile in cut_for_digests(share, spans[share.group]):
+            yield share.holder, share.reader, tile
 
 
-def wanted(case: Case, box: Box, piece: Piece) -> int:
+def wanted(case: Case, tile: Tile, piece: Piece) -> int:
     """The digest of the elements, one after the other."""
-    group = case.prefill.engine.group(box.group)
+    group = case.prefill.engine.group(tile.group)
     values = [
-        case.prefill.values[box.group, position, piece.layer, piece.part, piece.head, dim]
+        case.prefill.values[tile.group, position, piece.layer, piece.part, piece.head, dim]
         for position in range(piece.start, piece.stop)
         for dim in range(group.part_shape(piece.part).head_dim)
     ]
@@ -115,10 +115,10 @@ def test_both_sides_digest_of_any_sample_what_loops_over_every_element_say(
         memories.of(prefill, prefill.memory) as holders,
         memories.of(decode, copied_by_loops(case)[0]) as readers,
     ):
-        for holder, reader, box in boxes_of(case):
+        for holder, reader, tile in tiles_of(case):
             sample: dict[str, Any] = {"offer_id": offer_id, "one_in": one_in}
-            if chosen := list(chosen_boxes(box, **sample)):
+            if chosen := list(chosen_tiles(tile, **sample)):
                 numbers = range(sum(map(num_pieces, chosen)))
-                should_be = [wanted(case, box, piece_of(chosen, number)) for number in numbers]
-                assert memories.digests(holders[holder], prefill, box, **sample) == should_be
-                assert memories.digests(readers[reader], decode, box, **sample) == should_be
+                should_be = [wanted(case, tile, piece_of(chosen, number)) for number in numbers]
+                assert memories.digests(holders[holder], prefill, tile, **sample) == should_be
+                assert memories.digests(readers[reader], decode, tile, **sample) == should_be

@@ -1,4 +1,4 @@
-"""Staging slots: boxes are packed, read, and unpacked through them, or blocks as they lie."""
+"""Staging slots: tiles are packed, read, and unpacked through them, or blocks as they lie."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kvbus.data import messages as wire
 from kvbus.errors import ErrorCode, GeometryError, LocalError, SegmentError
-from kvbus.geometry import BlockTable, Box
+from kvbus.geometry import BlockTable, Tile
 from kvbus.memory.segment import SharedSegment
 from tests.data.conftest import MakeMemory, MakePair
 from tests.data_process import GROUP, MIB, Data, DataInThread, add_plan
@@ -27,11 +27,11 @@ def open_slots(data: Data, slot_bytes: int = MIB) -> wire.SlotsOpened:
     return opened
 
 
-def box(num_blocks: int) -> Box:
-    return Box(GROUP, (0,), ("latent",), 0, 1, 0, num_blocks)
+def tile(num_blocks: int) -> Tile:
+    return Tile(GROUP, (0,), ("latent",), 0, 1, 0, num_blocks)
 
 
-def test_a_box_is_gathered_read_and_scattered_into_each_memory(
+def test_a_tile_is_gathered_read_and_scattered_into_each_memory(
     make_pair: MakePair, memory: MakeMemory
 ) -> None:
     pair = make_pair(64, BLOCK_BYTES)
@@ -44,11 +44,11 @@ def test_a_box_is_gathered_read_and_scattered_into_each_memory(
     source, target = BlockTable.of([9, 3, 5]), BlockTable.of([0, 1, 40])
 
     gathered = holder.do(
-        wire.Gather(memory=1, table=source, box=box(3), device=HOST, slot=2, turn=TURN)
+        wire.Gather(memory=1, table=source, tile=tile(3), device=HOST, slot=2, turn=TURN)
     )
     reader.call(wire.AddPeer(peer="holder", metadata=blobs))
     read = reader.do(
-        wire.ReadBox(
+        wire.ReadTile(
             peer="holder",
             address=slots.address + 2 * MIB,
             num_bytes=3 * BLOCK_BYTES,
@@ -59,7 +59,7 @@ def test_a_box_is_gathered_read_and_scattered_into_each_memory(
         )
     )
     scattered = reader.do(
-        wire.Scatter(memories=(1, 2), table=target, box=box(3), device=HOST, slot=1, turn=TURN)
+        wire.Scatter(memories=(1, 2), table=target, tile=tile(3), device=HOST, slot=1, turn=TURN)
     )
 
     assert [one.error for one in (gathered, read, scattered)] == [None] * 3
@@ -77,7 +77,7 @@ def test_blocks_are_read_as_they_lie_and_copied_out_of_the_slot(make_pair: MakeP
     open_slots(reader)
     reader.call(structs.replace(add_plan(2, 101, 1), slot_bytes=MIB))
     source, target = ({GROUP: BlockTable.of(ids)} for ids in ([9, 3, 5], [7, 1, 2]))
-    place: dict[str, Any] = {"plan": 2, "index": 0, "box": (0, 3), "device": HOST, "slot": 1}
+    place: dict[str, Any] = {"plan": 2, "index": 0, "tile": (0, 3), "device": HOST, "slot": 1}
 
     read = reader.do(wire.ReadStaged(source_tables=source, **place))
     copied = reader.do(wire.CopyStaged(target_tables=target, turn=TURN, **place))
@@ -93,13 +93,19 @@ def test_positions_and_slots_are_zeroed(one: Data, memory: MakeMemory) -> None:
     before = flat.blocks.copy()
     one.add(1, flat, direct=False)
     open_slots(one)
-    in_slot: dict[str, Any] = {"memory": 1, "box": box(8), "device": HOST, "slot": 0, "turn": TURN}
+    in_slot: dict[str, Any] = {
+        "memory": 1,
+        "tile": tile(8),
+        "device": HOST,
+        "slot": 0,
+        "turn": TURN,
+    }
 
     one.call(wire.Gather(table=table, **in_slot))
     one.call(wire.Zero(memory=1, group=GROUP, table=table, span=(2, 5), turn=TURN))
     zeroed = flat.blocks.copy()
     one.call(wire.Wipe(device=HOST, slot=0))
-    scatter = wire.Scatter(memories=(1,), table=table, box=box(8), device=HOST, slot=0, turn=TURN)
+    scatter = wire.Scatter(memories=(1,), table=table, tile=tile(8), device=HOST, slot=0, turn=TURN)
     one.call(scatter)
 
     assert not zeroed[2:5].any()
@@ -116,7 +122,7 @@ def test_digests_of_equal_bytes_are_equal_and_of_others_not(one: Data, memory: M
         digest = wire.Digest(
             memory=number,
             table=BlockTable.of(range(64)),
-            box=box(64),
+            tile=tile(64),
             offer_id="offer",
             one_in=1,
             turn=TURN,
@@ -133,7 +139,7 @@ def test_a_slot_that_is_not_there_is_refused(one: Data, memory: MakeMemory, slot
     one.add(1, memory(1, BLOCK_BYTES), direct=False)
     open_slots(one)
     gather = wire.Gather(
-        memory=1, table=BlockTable.of([0]), box=box(1), device=HOST, slot=slot, turn=TURN
+        memory=1, table=BlockTable.of([0]), tile=tile(1), device=HOST, slot=slot, turn=TURN
     )
 
     with pytest.raises(GeometryError, match=f"slot {slot} of 3 slots"):
@@ -156,10 +162,10 @@ def test_slots_that_cannot_be_had_are_refused_and_so_is_what_names_them(one: Dat
     assert (refused.event, refused.fields["gpu"]) == ("staging.refused", "GPU-0")
 
 
-def test_a_box_larger_than_a_slot_is_not_read(make_pair: MakePair) -> None:
+def test_a_tile_larger_than_a_slot_is_not_read(make_pair: MakePair) -> None:
     pair = make_pair()
     open_slots(pair.reader, slot_bytes=4096)
-    read = wire.ReadBox(
+    read = wire.ReadTile(
         peer="holder",
         address=1 << 20,
         num_bytes=4097,

@@ -17,7 +17,7 @@ from kvbus.agent.runtime import Runtime
 from kvbus.bus import new_context
 from kvbus.engine import Fetch, Offer
 from kvbus.protocol import AgentRole
-from kvbus_decode import legs
+from kvbus_decode import transfers
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.agent import PrefillService
@@ -129,13 +129,13 @@ async def begin(
 
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have ``act`` done in the copying thread, before bytes move."""
-    copy: Callable[[Any], None] = vars(legs)["copy_runs"]
+    copy: Callable[[Any], None] = vars(transfers)["copy_runs"]
 
     def acting(runs: Any) -> None:
         act()
         copy(runs)
 
-    monkeypatch.setattr(legs, "copy_runs", acting)
+    monkeypatch.setattr(transfers, "copy_runs", acting)
 
 
 def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:

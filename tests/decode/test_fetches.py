@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from kvbus.errors import ErrorCode, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol import (
+    Acquire,
     AgentRanks,
     BlocksFreed,
-    Claim,
     CommitAnswer,
     CommitQuery,
     Decline,
@@ -82,7 +82,7 @@ def blocks(num_tokens: int, after: int = 0) -> dict[str, BlockTable]:
 
 
 OF: dict[str, Any] = {"agent_boot": "boot", "offer_id": "o1"}
-CLAIM = Claim(**OF, reader_id="/f1", lease_s=9.0, secret="secret")
+ACQUIRE = Acquire(**OF, reader_id="/f1", lease_s=9.0, secret="secret")
 RENEW = Renew(**OF, epoch=1, lease_s=9.0, token="token")
 TAKE = Take(**OF, reader_id="/f1", secret="secret", token="own")
 MEET = Meet(transfer_id=MEETS.transfer_id, wait_s=1.0)
@@ -125,10 +125,10 @@ def grant(
     attempt: int = 1,
     at: float = 0.0,
 ) -> ev.Answered:
-    """The answer to a claim, or to a renewal that has the blocks of ``after`` tokens."""
+    """The answer to an acquire, or to a renewal that has the blocks of ``after`` tokens."""
     is_sealed = num_tokens == 32 if sealed is None else sealed
     granted = Granted(epoch, 9.0, num_tokens, is_sealed, blocks(num_tokens, after), "token")
-    return answered(CLAIM, granted, fetch_id=fetch_id, attempt=attempt, at=at)
+    return answered(ACQUIRE, granted, fetch_id=fetch_id, attempt=attempt, at=at)
 
 
 def failed(
@@ -136,7 +136,7 @@ def failed(
 ) -> ev.Answered:
     """The answer to what the fetch has asked last."""
     error = (RequestRefused if refused else RemoteError)("it did not work", code=code, **more)
-    return answered(CLAIM, error, attempt=attempt, jitter=jitter)
+    return answered(ACQUIRE, error, attempt=attempt, jitter=jitter)
 
 
 def renew_failed(code: ErrorCode) -> ev.Answered:
@@ -181,7 +181,7 @@ WORDS = {
     BlocksFreed: "freed",
     Landed: "landed",
     Meet: "meet",
-    Claim: "claim",
+    Acquire: "acquire",
     Renew: "renew",
     CommitQuery: "query",
     ev.EndEarlierParts: "end parts",
@@ -212,7 +212,7 @@ def _word(command: ev.Command) -> str:
             | ev.NotifyEngine(message=message)
         ):
             word = WORDS[type(message)]
-            if isinstance(message, Claim | Take | Renew) and message.agent_boot != "boot":
+            if isinstance(message, Acquire | Take | Renew) and message.agent_boot != "boot":
                 word += f" {message.agent_boot}"
             if (
                 isinstance(message, Take)
@@ -240,9 +240,9 @@ def _end(report: ev.ReportFetched) -> str:
 
 
 def tell(table: fetch.FetchTable, event: ev.Event, now: float) -> list[ev.Command]:
-    """An answer to `CLAIM` is the one to what its fetch has asked last."""
+    """An answer to `ACQUIRE` is the one to what its fetch has asked last."""
     known = table.live.get(event.fetch_id) if isinstance(event, ev.Answered) else None
-    if known is None or not isinstance(event, ev.Answered) or event.message is not CLAIM:
+    if known is None or not isinstance(event, ev.Answered) or event.message is not ACQUIRE:
         return table.handle(event, now)
     if event.error is not None and known.state in LAST_ASKED:
         event = replace(event, message=LAST_ASKED[known.state])
@@ -282,8 +282,8 @@ def commands_of(kind: type[Any], *steps: Step, last: ev.Event, now: float = 0.0)
 
 
 TABLES = {"full": BlockTable.of([100, 101, 102, 103])}
-ALONE = known(ahead=fetch.Ahead(TABLES, claims=False))
-BESIDE = known(ahead=fetch.Ahead(TABLES, claims=True))
+ALONE = known(ahead=fetch.Ahead(TABLES, acquires=False))
+BESIDE = known(ahead=fetch.Ahead(TABLES, acquires=True))
 STATE = requested(has_state=True)
 PLACE = fetch.FetchLimits(num_places=1, patience_s=1.0)
 LATE: list[ev.Event] = [
@@ -297,12 +297,12 @@ NEWS: dict[str, dict[str, Any]] = {
 # fmt: off
 SCRIPTS: dict[str, list[Step]] = {
     # from the request to the yes
-    "a fetch resolves, claims, reads, takes and has completed":
-        [(0, requested(), ["resolve"]), (0, READY, ["claim"]),
+    "a fetch resolves, acquires, reads, takes and has completed":
+        [(0, requested(), ["resolve"]), (0, READY, ["acquire"]),
          (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
     "a fetch of an offer that is not made asks for its ticket first":
         [(0, meeting(), ["hold", "meet"]), (0, MET, ["resolve"]),
-         (0, READY, ["claim"])],
+         (0, READY, ["acquire"])],
     "the ticket is asked for until the deadline":
         [meeting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["meet"]),
          (0.9, failed(BUSY), []),
@@ -310,8 +310,8 @@ SCRIPTS: dict[str, list[Step]] = {
     "who gives up before the offer is made has it forgone, also later":
         [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "decline"]),
          (0, GIVE_UP, ["ok", "decline"])],
-    "a fetch whose route is known claims at once":
-        [(0, known(), ["hold", "claim"])],
+    "a fetch whose route is known acquires at once":
+        [(0, known(), ["hold", "acquire"])],
     "an engine that has all tokens reads nothing and takes":
         [requested(first_token=32), READY, (0, grant(), ["take"])],
     "a take that is refused fails the fetch though all bytes have landed":
@@ -319,7 +319,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease that is granted after the end is given back":
         [requested(), READY, CANCEL, (0, grant(epoch=4), ["release"])],
     "an offer that is sealed with too few tokens fails the fetch":
-        [requested(), READY, (0, grant(16, sealed=True), ["release", "failed claiming invalid"])],
+        [requested(), READY, (0, grant(16, sealed=True), ["release", "failed acquiring invalid"])],
     "a cancel is answered after the end, and unknown of what never was":
         [requested(), CANCEL, (0, CANCEL, ["ok"]),
          (0, ev.CancelRequested("never", "c"), ["fetch_unknown"])],
@@ -338,21 +338,21 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease that runs out stops the read without waiting for its renewal":
         [*READING, (3, DUE, ["renew"]), (9, DUE, ["stop"]), (9.5, DUE, []),
          (10, READ, ["release", "end"]), (10, DUE, ["resolve"])],
-    "a hint that overtakes the claim's answer makes it ask once more":
+    "a hint that overtakes the acquire's answer makes it ask once more":
         [requested(), READY, (0, HINT, []), (0, grant(0), ["renew"])],
     "a hint that overtakes a renewal's answer makes it ask once more":
         [*WAITING, HINT, (0, HINT, []), (0, grant(0), ["renew"])],
     "hints during a renewal ask once more after it and not more often":
         [requested(), READY, grant(8), (0, HINT, ["renew"]), (0, HINT, []), (0, HINT, []),
          (0, grant(16, after=8), ["renew"]), (0, grant(24, after=16), [])],
-    "a busy offer is claimed again at once when there is news of it":
-        [requested(), READY, (0, failed(BUSY), []), (0, HINT, ["claim"])],
-    "news that come while a claim is under way are newer than its refusal":
-        [requested(), READY, (0, HINT, []), (0, failed(BUSY), ["claim"]), (0, failed(BUSY), []),
-         (0.25, DUE, ["claim"])],
-    "a busy offer is claimed again after a moment until the deadline":
-        [requested(timeout_s=1.0), READY, failed(BUSY), (0.25, DUE, ["claim"]),
-         (0.9, failed(BUSY), []), (1, DUE, ["failed claiming timeout"])],
+    "a busy offer is acquired again at once when there is news of it":
+        [requested(), READY, (0, failed(BUSY), []), (0, HINT, ["acquire"])],
+    "news that come while an acquire is under way are newer than its refusal":
+        [requested(), READY, (0, HINT, []), (0, failed(BUSY), ["acquire"]), (0, failed(BUSY), []),
+         (0.25, DUE, ["acquire"])],
+    "a busy offer is acquired again after a moment until the deadline":
+        [requested(timeout_s=1.0), READY, failed(BUSY), (0.25, DUE, ["acquire"]),
+         (0.9, failed(BUSY), []), (1, DUE, ["failed acquiring timeout"])],
     "blocks in the grant that leave a gap fail the fetch and give the lease back":
         [*WAITING, HINT, (0, grant(32, after=16), ["release", "failed waiting geometry"])],
     # the last question
@@ -410,15 +410,15 @@ SCRIPTS: dict[str, list[Step]] = {
         [(0, ALONE, ["hold", "read 0-32 last"]), (0, READ, ["take with blocks"]),
          (0, YES, ["completed"])],
     "a read that takes long asks for the lease and takes under it":
-        [ALONE, (LIMITS.claim_after_s, DUE, ["claim"]), (1, grant(at=1), []),
+        [ALONE, (LIMITS.acquire_after_s, DUE, ["acquire"]), (1, grant(at=1), []),
          (1, READ, ["take"])],
-    "a claim beside the read is followed by the take when both are there, read last":
-        [(0, BESIDE, ["hold", "claim", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
+    "an acquire beside the read is followed by the take when both are there, read last":
+        [(0, BESIDE, ["hold", "acquire", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
     "a read goes on while another reader has the lease and takes what that gave back":
         [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take with blocks"])],
-    "a claim that was busy is sent again while the read lasts":
-        [BESIDE, failed(BUSY), (0.25, DUE, ["claim"])],
-    "a claim beside the read that is refused stops the read and drains":
+    "an acquire that was busy is sent again while the read lasts":
+        [BESIDE, failed(BUSY), (0.25, DUE, ["acquire"])],
+    "an acquire beside the read that is refused stops the read and drains":
         [BESIDE,
          (0, failed(ErrorCode.OFFER_COMPLETED), ["stop", "failed reading offer_completed drains"]),
          (0, READ, ["freed"])],
@@ -437,37 +437,37 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease granted to a fetch that drains goes back when it has drained":
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
     "an engine that has all tokens takes the offer without a read or a lease":
-        [(0, known(ahead=fetch.Ahead(TABLES, claims=True), first_token=32),
+        [(0, known(ahead=fetch.Ahead(TABLES, acquires=True), first_token=32),
           ["hold", "take with blocks"])],
     # whose turn it is
-    "a fetch beyond the bound holds its peer and claims nothing":
+    "a fetch beyond the bound holds its peer and acquires nothing":
         [PLACE, known(), (0, known("f2"), ["hold f2"])],
     "the next begins in the event that ends one":
         [PLACE, known(), known("f2"), known("f3"), grant(), READ,
-         (0.5, YES, ["completed", "claim f2"])],
+         (0.5, YES, ["completed", "acquire f2"])],
     "the next begins when one waits for tokens":
-        [PLACE, known(), known("f2"), (0, grant(0), ["claim f2"])],
+        [PLACE, known(), known("f2"), (0, grant(0), ["acquire f2"])],
     "blocks that drain keep nobody from beginning":
         [PLACE, known(), known("f2"), grant(),
-         (0, CANCEL, ["ok", "stop", "cancelled reading cancelled drains", "claim f2"])],
+         (0, CANCEL, ["ok", "stop", "cancelled reading cancelled drains", "acquire f2"])],
     "a fetch that stalls keeps its place for a bounded time":
-        [PLACE, known(), known("f2"), (0.999, DUE, []), (1, DUE, ["claim f2"])],
+        [PLACE, known(), known("f2"), (0.999, DUE, []), (1, DUE, ["acquire f2"])],
     "agents have turns and the fetches of one have them in order":
         [PLACE, *[known(f"a{n}") for n in range(4)],
-         *[known(f"b{n}", boot="b") for n in range(2)], (1.001, DUE, ["claim a1"]),
-         (2.002, DUE, ["claim b b0"]), (3.003, DUE, ["claim a2"]), (4.004, DUE, ["claim b b1"]),
-         (5.005, DUE, ["claim a3"])],
+         *[known(f"b{n}", boot="b") for n in range(2)], (1.001, DUE, ["acquire a1"]),
+         (2.002, DUE, ["acquire b b0"]), (3.003, DUE, ["acquire a2"]),
+         (4.004, DUE, ["acquire b b1"]), (5.005, DUE, ["acquire a3"])],
     "a queued fetch fails at its deadline and says where it was":
         [PLACE, known(), known("f2", timeout_s=0.5), (0.5, DUE, ["failed queued timeout f2"])],
     "a cancelled fetch does not wait any more":
         [PLACE, known(), known("f2"), known("f3"), ev.CancelRequested("f2", "c"),
-         (0, CANCEL, ["ok", "cancelled claiming cancelled", "claim f3"])],
+         (0, CANCEL, ["ok", "cancelled acquiring cancelled", "acquire f3"])],
     "a new fetch that comes late does not have the turn of one that waits":
-        [PLACE, known(), known("f2"), (1, known("f3"), ["hold f3", "claim f2"]),
-         (2, DUE, ["claim f3"])],
+        [PLACE, known(), known("f2"), (1, known("f3"), ["hold f3", "acquire f2"]),
+         (2, DUE, ["acquire f3"])],
     "the urgent one begins first of those that wait":
         [PLACE, known(), known("f2"), known("f3", priority=1), grant(), READ,
-         (0, YES, ["completed", "claim f3"])],
+         (0, YES, ["completed", "acquire f3"])],
 
     # ranks at other agents
     "other agents are asked with the first grant and the offer is taken when all have ended":
@@ -494,7 +494,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [*SPREAD, (0, NOT_READ, ["stop"]), (0, OTHERS_DONE, ["release", "end"])],
     "the next attempt starts when all parts have ended, and asks for them again":
         [*SPREAD, (0, GONE, ["stop"]), (0, READ, []), (0.1, OTHERS_DONE, ["release", "end"]),
-         (0.1, DUE, ["resolve"]), (0.1, ready(attempt=2), ["claim"]),
+         (0.1, DUE, ["resolve"]), (0.1, ready(attempt=2), ["acquire"]),
          (0.1, grant(attempt=2), ["ask others"]), (0.2, OTHERS_DONE, ["take"])],
     "a part that fails for good ends an attempt that is already stopped":
         [*SPREAD, (0, GONE, ["stop"]), (0, NO_PART, ["failed reading engine_lost drains"])],
@@ -502,15 +502,16 @@ SCRIPTS: dict[str, list[Step]] = {
     # attempts
     "an agent that is gone is found again, and its next process is named":
         [*READING, (0, GONE, ["stop"]), (0.2, READ, ["release", "end"]), (0.2, DUE, ["resolve"]),
-         (0.3, ready(boot="new", attempt=2), ["claim new"]), (0.3, grant(attempt=2), ["take new"]),
+         (0.3, ready(boot="new", attempt=2), ["acquire new"]),
+         (0.3, grant(attempt=2), ["take new"]),
          (0.4, answered(TAKE, Empty(), attempt=2), ["completed, 2 attempts"])],
     "tokens that landed are not read again":
         [requested(chunk_tokens=8), READY, grant(), READ, (0, NOT_READ, ["release", "end"]),
-         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["claim"]),
+         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["acquire"]),
          (0, grant(attempt=2), ["read 8-16"])],
     "tokens that only a ticket named are read again":
         [ALONE, READ, (0, failed(ErrorCode.DRAINING, refused=True), ["end"]), (0, DUE, ["resolve"]),
-         (0, ready(attempt=2), ["claim"]), (0, grant(attempt=2), ["read 0-32 last"])],
+         (0, ready(attempt=2), ["acquire"]), (0, grant(attempt=2), ["read 0-32 last"])],
     "tokens of an offer whose memory at other agents has changed are read again":
         [requested(), ready(elsewhere=("m1",)), grant(16), READ, (0, GONE, ["release", "end"]),
          (0, DUE, ["resolve"]), ready(attempt=2, elsewhere=("m2",)),
@@ -534,15 +535,15 @@ SCRIPTS: dict[str, list[Step]] = {
          (0.1, DUE, ["resolve"]),
          (0.1, ready(attempt=3, nixl="B"), ["take with blocks of A"]),
          (0.1, failed(STALE, refused=True, attempt=3), ["end"]), (0.3, DUE, ["resolve"]),
-         (0.3, ready(attempt=4, nixl="B"), ["claim"]),
+         (0.3, ready(attempt=4, nixl="B"), ["acquire"]),
          (0.3, grant(attempt=4), ["read 0-32 last"])],
     "an offer may not shrink between two attempts":
         [requested(), READY, grant(16), READ, GONE, DUE, ready(attempt=2),
-         (0, grant(8, attempt=2), ["release", "failed claiming invalid, 2 attempts"])],
+         (0, grant(8, attempt=2), ["release", "failed acquiring invalid, 2 attempts"])],
     "an answer to the attempt before changes nothing, but gives its lease back":
         [requested(), READY, (0, GONE, ["end"]), (0, DUE, ["resolve"]),
          (0, grant(), ["release"]), (0, ready(), []), (0, GONE, []),
-         (0, ready(attempt=2), ["claim"]), (0, failed(STALE), [])],
+         (0, ready(attempt=2), ["acquire"]), (0, failed(STALE), [])],
     "a lease granted during the pause goes back":
         [requested(), READY, GONE, DUE, ready(attempt=2), (0, step_failed(STALE, 2), ["end"]),
          (0.01, grant(attempt=2), ["release"])],
@@ -586,19 +587,20 @@ SCRIPTS: dict[str, list[Step]] = {
           ["failed resolving offer_unknown ?, 3 attempts"])],
     "a commit under a lease that ended is repeated under another":
         [*ASKED, (0, failed(ErrorCode.LEASE_EXPIRED, refused=True), ["release", "end"]),
-         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["claim"]), (0, grant(attempt=2), ["take"])],
+         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["acquire"]),
+         (0, grant(attempt=2), ["take"])],
     "the parts of an engine that is gone are waited for":
         [*WAITS, (0, LOST, ["stop", "failed waiting engine_lost drains"]),
          (0, OTHERS_DONE, ["release", "freed"])],
 
     # a fetch that an earlier process of the agent had
     "a repeated fetch reads once it is known that the earlier process did not commit it":
-        [(0, AGAIN, ["hold", "query"]), (0, DENIED, ["resolve"]), (0, READY, ["claim"]),
+        [(0, AGAIN, ["hold", "query"]), (0, DENIED, ["resolve"]), (0, READY, ["acquire"]),
          (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
     "a repeated fetch that the earlier process has committed completes without a read":
         [AGAIN, (0, COMMITTED, ["completed"])],
     "a repeated fetch whose route is known begins after the answer":
-        [(0, known(repeated=2), ["hold", "query"]), (0, DENIED, ["claim"])],
+        [(0, known(repeated=2), ["hold", "query"]), (0, DENIED, ["acquire"])],
     "a repeated rendezvous asks for its ticket after the answer":
         [(0, meeting(repeated=1), ["hold", "query"]), (0, DENIED, ["meet"]), (0, MET, ["resolve"])],
     "a query is repeated until there is an answer, and leaves nothing open":
@@ -641,7 +643,7 @@ SCRIPTS: dict[str, list[Step]] = {
     **{f"who gives up for good in stage {number} has the offer withdrawn once":
         [*before, (0, GIVE_UP, ["ok", *words])]
         for number, (before, words) in enumerate([
-            ([requested(), READY], ["cancelled claiming cancelled", "withdraw"]),
+            ([requested(), READY], ["cancelled acquiring cancelled", "withdraw"]),
             (READING, ["stop", "cancelled reading cancelled drains", "withdraw"]),
             ([requested(), failed(EXPIRED)], ["withdraw"]),
             ([requested(), READY, CANCEL], ["withdraw"]),
@@ -660,7 +662,7 @@ SITUATIONS: dict[str, list[Step]] = {
     "meeting": [meeting()],
     "resolving": [requested()],
     "queued": [PLACE, known("f0"), known()],
-    "claiming": [known()],
+    "acquiring": [known()],
     "waiting": WAITING,
     "reading": READING,
     "ahead": [BESIDE],
@@ -741,7 +743,7 @@ def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_termi
         (math.nan, 0, 0.001),
     ],
 )
-def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_later(
+def test_a_busy_offer_is_acquired_again_when_the_prefill_agent_says_or_a_little_later(
     hint_s: float, jitter: float, due_at: float
 ) -> None:
     busy = failed(BUSY, jitter=jitter, retry_after_s=hint_s)
@@ -754,7 +756,7 @@ def test_an_answer_may_be_as_late_as_the_fetch_but_that_of_an_agent_which_may_no
 ):
     for kind, steps, last, longest_s in (
         (Meet, [], meeting(timeout_s=9.0), 10.0),
-        (Claim, [requested(timeout_s=9.0)], READY, 5.0),
+        (Acquire, [requested(timeout_s=9.0)], READY, 5.0),
         (Renew, [requested(timeout_s=9.0), READY, grant()], HINT, 10.0),
         (Take, [requested(timeout_s=9.0), READY, grant()], READ, 10.0),
     ):
@@ -781,14 +783,14 @@ def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_abou
     ready = replace(READY, nixl_agent="data 0")
     renew = commands_of(Renew, requested(), ready, grant(8), last=HINT)
     take_from = commands_of(Take, *READING, last=read_from("data 0"))
-    claim = commands_of(Claim, meeting(), MET, last=READY)
+    acquire = commands_of(Acquire, meeting(), MET, last=READY)
     release = commands_of(Release, requested(), READY, CANCEL, last=grant(epoch=4))
 
     assert ahead.tables == take.message.tables == TABLES
     assert under_lease.message.tables is None, "what was read is what the lease named"
     assert (first.tables, renew.message.known_blocks) == (blocks(8), {"full": 1})
     assert renew.message.nixl_agent == take_from.message.nixl_agent == "data 0"
-    asked = claim.message
+    asked = acquire.message
     assert (asked.agent_boot, asked.offer_id) == (TICKET.agent_boot, TICKET.offer_id)
     assert asked.secret == TICKET.secret
     assert release == ev.NotifyAgent(
@@ -867,7 +869,7 @@ class Peers:
                 self.attempt = command.attempt
                 if isinstance(command, ev.FindRoute | ev.Ask):
                     self.waiting.append(command)
-                if isinstance(command, ev.Ask) and isinstance(command.message, Claim | Renew):
+                if isinstance(command, ev.Ask) and isinstance(command.message, Acquire | Renew):
                     known = self.answered_boot.get(command.attempt, "boot 0")
                     assert command.message.agent_boot == known
                 if isinstance(command, ev.Ask) and isinstance(command.message, Renew):
@@ -935,7 +937,7 @@ class Peers:
                 return RequestRefused("open", code=ErrorCode.OFFER_OPEN)
             is_right = message.tables in (None, offered)
             return Empty() if is_right else RequestRefused("other", code=ErrorCode.GEOMETRY)
-        if isinstance(message, Claim):
+        if isinstance(message, Acquire):
             self.epoch += 1
             self.leases.add(self.epoch)
             known, epoch = 0, self.epoch
@@ -985,7 +987,7 @@ ALTERED = {"full": BlockTable.of([7, 101, 102, 103])}
 def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObject) -> None:
     ahead = data.draw(
         st.sampled_from(
-            [None, fetch.Ahead(TABLES, claims=True), fetch.Ahead(ALTERED, claims=False)]
+            [None, fetch.Ahead(TABLES, acquires=True), fetch.Ahead(ALTERED, acquires=False)]
         )
     )
     first = requested(chunk_tokens=data.draw(st.sampled_from([0, 8])), boot="boot 0")

@@ -60,7 +60,7 @@ async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["at once", "in threads"])
-async def test_the_trace_of_a_mapped_copy_has_it_as_a_leg_of_the_reading(
+async def test_the_trace_of_a_mapped_copy_has_it_as_a_transfer_of_the_reading(
     folder: Path, num_tokens: int
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
@@ -70,12 +70,12 @@ async def test_the_trace_of_a_mapped_copy_has_it_as_a_leg_of_the_reading(
 
         (spans,) = both.service.histories.remembered(Trace(fetch_id=fetch.fetch_id)).entries
         (reading,) = [span for span in spans if span.name == "reading"]
-        (leg,) = [span for span in spans if span.about]
+        (transfer,) = [span for span in spans if span.about]
         await offer.ended
-        assert (leg.name, leg.about, leg.depth) == ("copying", "leg 0", 2)
-        assert leg.end_s is not None
+        assert (transfer.name, transfer.about, transfer.depth) == ("copying", "transfer 0", 2)
+        assert transfer.end_s is not None
         assert reading.end_s is not None
-        assert reading.start_s <= leg.start_s <= leg.end_s <= reading.end_s
+        assert reading.start_s <= transfer.start_s <= transfer.end_s <= reading.end_s
 
 
 async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder: Path) -> None:

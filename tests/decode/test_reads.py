@@ -1,6 +1,8 @@
-"""The read table: the stages of each leg of a chunk, and what a chunk waits for before it ends.
+"""The read table: the stages of each transfer of a chunk, and what a chunk waits for before it
+ends.
 
-Each case is a script: which legs a chunk has, then events of leg so and so, with what must be done.
+Each case is a script: which transfers a chunk has, then events of transfer so and so, with what
+must be done.
 """
 
 from collections.abc import Callable
@@ -15,9 +17,9 @@ from kvbus_decode import fetch
 from kvbus_decode import read_table as read
 
 ev = read
-Stage = read.LegState
-LIMITS = read.ReadLimits(legs_in_flight=2, num_slots=4)
-ONE_SLOT = read.ReadLimits(legs_in_flight=2, num_slots=1)
+Stage = read.TransferState
+LIMITS = read.ReadLimits(transfers_in_flight=2, num_slots=4)
+ONE_SLOT = read.ReadLimits(transfers_in_flight=2, num_slots=1)
 PATIENT = read.ReadLimits(quarantine_s=60.0)
 ABORTED = LocalError("aborted", code=ErrorCode.CANCELLED)
 FAILED = RemoteError("failed", code=ErrorCode.TRANSFER_FAILED)
@@ -34,15 +36,15 @@ STAGES = {
 
 @dataclass
 class Chunk:
-    """A chunk with one leg of each kind; each of the ``later`` ones is a round of its own."""
+    """A chunk with one transfer of each kind; each of the ``later`` ones is a round of its own."""
 
     kinds: tuple[str, ...]
     later: tuple[str, ...] = ()
     key: str = "read"
 
     def __post_init__(self) -> None:
-        self.legs = [
-            read.Leg(
+        self.transfers = [
+            read.Transfer(
                 stages=STAGES[kind],
                 source=None if kind == "zeroing" else "holder",
                 device="host" if Stage.QUEUED in STAGES[kind] else "",
@@ -52,7 +54,10 @@ class Chunk:
 
     def wanted(self) -> ev.ChunkWanted:
         number = len(self.kinds)
-        rounds = tuple(self.legs[:number]), *((leg,) for leg in self.legs[number:])
+        rounds = (
+            tuple(self.transfers[:number]),
+            *((transfer,) for transfer in self.transfers[number:]),
+        )
         return ev.ChunkWanted(self.key, "engine", rounds, "any")
 
 
@@ -63,25 +68,25 @@ def chunk(*kinds: str, **more: Any) -> Chunk:
 Make = Callable[[Chunk], ev.Event]
 
 
-def leg(event: Callable[..., ev.Event], number: int, *more: Any) -> Make:
-    """What happened to a leg of the chunk."""
-    return lambda of: event(of.legs[number], *more)
+def transfer(event: Callable[..., ev.Event], number: int, *more: Any) -> Make:
+    """What happened to a transfer of the chunk."""
+    return lambda of: event(of.transfers[number], *more)
 
 
 def packed(number: int, slot_id: int) -> Make:
-    return leg(ev.StageEnded, number, 0, None, slot_id, 2.0)
+    return transfer(ev.StageEnded, number, 0, None, slot_id, 2.0)
 
 
 def landed(number: int = 0, num_bytes: int = 8, error: KVBusError | None = None) -> Make:
-    return leg(ev.StageEnded, number, num_bytes, error)
+    return transfer(ev.StageEnded, number, num_bytes, error)
 
 
 def copied(number: int = 0, num_bytes: int = 0, error: KVBusError | None = None) -> Make:
-    return leg(ev.StageEnded, number, num_bytes, error)
+    return transfer(ev.StageEnded, number, num_bytes, error)
 
 
 def compared(number: int = 0, error: KVBusError | None = None) -> Make:
-    return leg(ev.StageEnded, number, 0, error)
+    return transfer(ev.StageEnded, number, 0, error)
 
 
 def stopped(of: Chunk) -> ev.Event:
@@ -109,7 +114,7 @@ NAMES = {
 
 
 def done(commands: list[ev.Command], of: Chunk) -> list[str]:
-    """What is done with which leg; slots that are given back; how a chunk has ended."""
+    """What is done with which transfer; slots that are given back; how a chunk has ended."""
     words = []
     for command in commands:
         match command:
@@ -122,9 +127,9 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
                 words.append(f"end {command.num_bytes} {command.path}{error}".replace("  ", " "))
             case ev.Begin():
                 back = "".join(f" giving {slot_id}" for slot_id in command.done)
-                words.append(f"{NAMES[command.stage]} {of.legs.index(command.leg)}{back}")
+                words.append(f"{NAMES[command.stage]} {of.transfers.index(command.transfer)}{back}")
             case ev.Abort():
-                words.append(f"abort {of.legs.index(command.leg)}")
+                words.append(f"abort {of.transfers.index(command.transfer)}")
     return [word.strip() for word in words]
 
 
@@ -160,23 +165,23 @@ SCRIPTS: dict[str, list[Step]] = {
     "a direct chunk is one read a source and ends with the last":
         [(chunk("direct", "direct"), ["post 0", "post 1"]), (landed(0), []),
          (landed(1), ["end 16 any"])],
-    "a chunk without legs ends at once":
+    "a chunk without transfers ends at once":
         [(chunk(), ["end 0"])],
-    "a packed box goes through a slot there and one of ours":
+    "a packed tile goes through a slot there and one of ours":
         [(chunk("packed"), ["pack 0"]), (packed(0, 7), ["post 0"]), 1,
          (landed(), ["copy 0", "release 7"]), 1, (copied(), ["end 8 any"]), 0],
-    "a staged box goes through a slot of ours alone":
+    "a staged tile goes through a slot of ours alone":
         [ONE_SLOT, (chunk("staged", "staged", "staged"), ["post 0"]), 1, (landed(), ["copy 0"]), 1,
          (copied(), ["post 1"]), (landed(1, 0, FAILED), ["end 8 any transfer_failed"]), 0],
-    "a staged box that waits for a slot is over when its read is stopped":
+    "a staged tile that waits for a slot is over when its read is stopped":
         [ONE_SLOT, chunk("staged", "staged"), (stopped, ["abort 0"]),
          (landed(0, 8, ABORTED), ["end 8 any cancelled"]), 0],
-    "slots that were read go back with the next box of the same holder":
+    "slots that were read go back with the next tile of the same holder":
         [chunk("packed", "packed", "packed"), (packed(0, 7), ["post 0"]), (landed(), ["copy 0"]),
          (copied(), ["pack 2 giving 7"])],
-    "no more boxes of a read are under way than may be":
+    "no more tiles of a read are under way than may be":
         [(chunk(*["packed"] * 5), ["pack 0", "pack 1"])],
-    "a box that is packed waits for a slot of ours and gets the next":
+    "a tile that is packed waits for a slot of ours and gets the next":
         [ONE_SLOT, chunk("packed", "packed"), (packed(0, 7), ["post 0"]), (packed(1, 8), []),
          (landed(0), ["copy 0", "release 7"]), (copied(0), ["post 1"])],
     "the tail is zeroed when everything has landed and before the end":
@@ -184,13 +189,13 @@ SCRIPTS: dict[str, list[Step]] = {
          (copied(1), ["end 8 any"])],
     "a chunk that failed zeroes nothing":
         [chunk("direct", later=("zeroing",)), (landed(0, 0, FAILED), ["end 0 transfer_failed"])],
-    "a failed leg stops the others and the chunk ends with the last writer":
+    "a failed transfer stops the others and the chunk ends with the last writer":
         [chunk("direct", "direct"), (landed(0, 0, FAILED), ["abort 1"]),
          (landed(1, 3, ABORTED), ["end 3 any transfer_failed"])],
-    "a mapped box is copied alone and counts as read":
+    "a mapped tile is copied alone and counts as read":
         [(chunk("mapped"), ["copy 0"]), (copied(0, 8), ["end 8 any"])],
     # what is stopped, and what it waits for
-    "a stopped read does not wait for a box, and gives its slot back":
+    "a stopped read does not wait for a tile, and gives its slot back":
         [chunk("packed"), (stopped, ["end 0 cancelled"]), (packed(0, 7), ["release 7"])],
     "a read of an engine that is gone is waited for":
         [chunk("direct"), (gone(), ["abort 0"]), (landed(0, 0), ["end 0 engine_lost"])],
@@ -225,7 +230,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a read whose bytes differ fails":
         [chunk("direct", later=("comparing",)), (landed(), ["compare 1"]),
          (compared(1, FAILED), ["end 8 any transfer_failed"])],
-    "a read of which one box differs does not wait for the others":
+    "a read of which one tile differs does not wait for the others":
         [chunk("comparing", "comparing"), (compared(1, FAILED), ["end 0 transfer_failed"]),
          (compared(0), [])],
     "a stopped read does not wait for digests, which write nothing":
@@ -235,7 +240,7 @@ SCRIPTS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_what_becomes_of_the_legs_of_a_chunk(script: list[Step]) -> None:
+def test_what_becomes_of_the_transfers_of_a_chunk(script: list[Step]) -> None:
     play(*script)
 
 
@@ -258,7 +263,7 @@ def test_what_can_write_is_over_only_when_it_was_said_to_have_ended(kind: str, s
     assert table.num_reads("engine") == 0
 
 
-def test_a_chunk_that_is_over_keeps_no_legs() -> None:
+def test_a_chunk_that_is_over_keeps_no_transfers() -> None:
     table = play(chunk("direct"), (landed(), ["end 8 any"]), chunk("direct"), (landed(), None))
 
     (retired,) = table.retired.values()

@@ -102,7 +102,7 @@ async def site_of(
 ) -> AsyncIterator[Site]:
     (folder / "d").mkdir(mode=0o700)
     # a read that is held up asks for a lease, after which words mean nothing
-    patient = partial(vars(config)["FetchLimits"], claim_after_s=WITHIN_S)
+    patient = partial(vars(config)["FetchLimits"], acquire_after_s=WITHIN_S)
     monkeypatch.setattr(config, "FetchLimits", patient)
     prefill, spec = agents.prepare("prefill"), make_spec()
     agents.start(prefill)
@@ -176,8 +176,8 @@ async def test_an_offer_that_was_taken_by_its_word_before_a_crash_is_not_offered
         await anyio.to_thread.run_sync(site.prefill.start)
         await until(lambda: site.link.num_opened == 2 and site.link.is_open)
         boot = plain_sockets.ask(site.prefill.peer, "status", {})["boot"]
-        claim = {"agent_boot": boot, "reader_id": "another", "lease_s": 1.0, **right}
-        refused = plain_sockets.ask(site.prefill.peer, "claim", claim)["error"]
+        acquire = {"agent_boot": boot, "reader_id": "another", "lease_s": 1.0, **right}
+        refused = plain_sockets.ask(site.prefill.peer, "acquire", acquire)["error"]
 
         assert has_all
         assert not had_ended

@@ -204,11 +204,11 @@ async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer("r", **NOTHING)
         right = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
-        claim = {**right, "reader_id": "a newer one", "lease_s": 600.0}
-        granted = ask(prefill.peer, "claim", claim)["ok"]
+        acquire = {**right, "reader_id": "a newer one", "lease_s": 600.0}
+        granted = ask(prefill.peer, "acquire", acquire)["ok"]
         lease = {key: granted[key] for key in ("epoch", "token")}
 
-        reply = ask(prefill.peer, "release", {**claim, **lease, "code": "moon_phase"})
+        reply = ask(prefill.peer, "release", {**acquire, **lease, "code": "moon_phase"})
         await target.decode.fetch(offer.ticket, **NOTHING).ended
 
         assert "ok" in reply

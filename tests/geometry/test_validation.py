@@ -1,4 +1,4 @@
-"""Descriptions of engines, ranks and boxes that cannot be are refused, by their field.
+"""Descriptions of engines, ranks and tiles that cannot be are refused, by their field.
 
 Pairs of engines that do not fit: see `tests/planning/test_compatibility.py`.
 """
@@ -13,7 +13,6 @@ from kvbus.errors import ErrorCode, GeometryError
 from kvbus.geometry import (
     Axis,
     AxisName,
-    Box,
     EngineSpec,
     GroupSpec,
     KvLayout,
@@ -22,6 +21,7 @@ from kvbus.geometry import (
     Region,
     Segment,
     StatePart,
+    Tile,
     held_layers,
     lay_out_rank,
     slot_region,
@@ -84,9 +84,9 @@ def mixed_region() -> None:
     validate_rank(MIXED, replace(rank, regions=(*rank.regions[:-2], together)))
 
 
-def box_of(group: GroupSpec = FULL, **changes: Any) -> Refused:
-    box = replace(Box("full", (0,), ("k",), 0, 1, 0, 4), **changes)
-    return lambda: slot_region(group, box)
+def tile_of(group: GroupSpec = FULL, **changes: Any) -> Refused:
+    tile = replace(Tile("full", (0,), ("k",), 0, 1, 0, 4), **changes)
+    return lambda: slot_region(group, tile)
 
 
 HEADLESS = tuple(axis for axis in RANK.regions[1].axes if axis.name is not AxisName.HEAD)
@@ -131,8 +131,8 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("a stride of no bytes", "axes.block"): [axes_of(block=(4, 0))],
     ("heads beyond those of the group", "num_heads"): [
         region_of(first_head=1),
-        box_of(first_head=1, num_heads=2),
-        box_of(STATE, layers=(2,), parts=("norm",), num_heads=2, stop=1),
+        tile_of(first_head=1, num_heads=2),
+        tile_of(STATE, layers=(2,), parts=("norm",), num_heads=2, stop=1),
     ],
     ("a stride that steps into the axes within it", "axes.token"): [axes_of(token=(4, 24))],
     ("a region that leaves its segment", "offset_bytes"): [
@@ -158,15 +158,15 @@ CASES: dict[tuple[str, str], list[Refused]] = {
         axes_of(block=(3, RANK.regions[0].stride_bytes(AxisName.BLOCK)))
     ],
     ("a layer that is not the group's, or twice", "layers"): [
-        box_of(layers=(5,)),
-        box_of(layers=(0, 0)),
+        tile_of(layers=(5,)),
+        tile_of(layers=(0, 0)),
     ],
     ("a part that is not the group's, or twice, or parts whose heads differ in size", "parts"): [
-        box_of(parts=("w",)),
-        box_of(parts=("k", "k")),
-        box_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1),
+        tile_of(parts=("w",)),
+        tile_of(parts=("k", "k")),
+        tile_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1),
     ],
-    ("no positions", "stop"): [box_of(start=4), box_of(start=5)],
+    ("no positions", "stop"): [tile_of(start=4), tile_of(start=5)],
 }
 
 
@@ -184,7 +184,7 @@ def test_what_the_cases_start_from_is_not_refused_and_one_index_may_have_any_str
     validate_engine(MIXED)
     validate_rank(SPEC, RANK)
     region_of(axes=(*AXES, Axis(AxisName.LAYER, 1, 3)))()
-    box_of()()
+    tile_of()()
 
 
 def test_a_state_may_be_optional_and_of_a_layer_that_another_group_has() -> None:

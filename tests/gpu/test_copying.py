@@ -25,7 +25,7 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
 @pytest.mark.parametrize("kind", ["on the GPU", "pinned"])
 @MANY
 @given(cases(HEAD_DIMS))
-def test_boxes_go_from_blocks_to_blocks_of_a_gpu(kind: str, case: Case) -> None:
+def test_tiles_go_from_blocks_to_blocks_of_a_gpu(kind: str, case: Case) -> None:
     prefill, decode = (InMemory(side, device="cuda") for side in (case.prefill, case.decode))
 
     def new_slot(num_bytes: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ async def test_all_pairs_of_hosts_hand_over_at_once(network: Network) -> None:
 
 
 async def test_a_prefill_agent_begins_no_connection_to_its_reader(network: Network) -> None:
-    """What docs/security.md says of the ways that have to be open, of KV in blocks and in boxes."""
+    """What docs/security.md says of the ways that have to be open, of KV in blocks and in tiles."""
     prefill, decode, host = network.at["p0"], network.at["d0"], network.hosts["p0"]
     before = host.num_connects()
     async with (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvbus.geometry import Box, slot_bytes
+from kvbus.geometry import Tile, slot_bytes
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
@@ -14,7 +14,7 @@ from kvbus.planning import (
     ReadMap,
     RunPlan,
     Share,
-    cut_into_boxes,
+    cut_into_tiles,
     position_bytes,
 )
 from tests.planning.handoffs import Case, Side, where_elements_lie
@@ -60,14 +60,14 @@ def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
     return RunPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
 
 
-def boxes_of(case: Case, *, room: int) -> Iterator[tuple[Share, Box]]:
-    """Boxes of up to ``room`` times the least one."""
+def tiles_of(case: Case, *, room: int) -> Iterator[tuple[Share, Tile]]:
+    """Tiles of up to ``room`` times the least one."""
     reads, spans = ReadMap(*case.ranks), case.spans()
     for share in reads.joined(case.replica_index):
         group = case.decode.ranks[share.reader].engine.group(share.group)
         least = position_bytes(share, group) // len(share.layers)
-        for box in cut_into_boxes(share, group, spans[share.group], box_bytes=room * least):
-            yield share, box
+        for tile in cut_into_tiles(share, group, spans[share.group], tile_bytes=room * least):
+            yield share, tile
 
 
 def move_through_slots(
@@ -79,25 +79,25 @@ def move_through_slots(
     new_slot: Callable[[int], torch.Tensor],
     is_apart: bool = False,
 ) -> None:
-    """Gather each box, and scatter it.
+    """Gather each tile, and scatter it.
 
     ``is_apart`` has slots on what torch takes for another device than the ranks'.
     """
-    for share, box in boxes_of(case, room=room):
+    for share, tile in tiles_of(case, room=room):
         holder = prefill.paged(share.holder, share.group)
         readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
         if is_apart:
             for memory in (holder, *readers.values()):
                 if isinstance(memory.mover, GpuMover):
                     memory.mover.device = torch.device("cpu", 0)
-        num_bytes = slot_bytes(holder.group, box)
+        num_bytes = slot_bytes(holder.group, tile)
         whole = new_slot(num_bytes)
         slot = whole if prefill.as_gpu else whole.numpy()
         beyond = whole[num_bytes:].clone()
 
-        holder.gather(case.prefill.tables[box.group], box, slot)
+        holder.gather(case.prefill.tables[tile.group], tile, slot)
         for memory in readers.values():
-            memory.scatter(case.decode.tables[box.group], box, slot)
+            memory.scatter(case.decode.tables[tile.group], tile, slot)
         assert torch.equal(whole[num_bytes:], beyond)
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     BlockTable,
-    Box,
     EngineSpec,
     GroupSpec,
     KvLayout,
+    Tile,
     lay_out_rank,
     slot_bytes,
 )
@@ -74,13 +74,13 @@ def test_zeroing_clears_the_asked_for_positions_of_each_group_and_nothing_else(
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
 RANK = lay_out_rank(EngineSpec("e", "m", 2, (GROUP,), 2), 0, KvLayout.parse("NHD"), num_blocks=8)
 """One of two heads, and of the first three layers."""
-BOX = Box("full", (0, 1), GROUP.parts, 0, 1, 0, 12)
-BOX_BYTES = slot_bytes(GROUP, BOX)
+TILE = Tile("full", (0, 1), GROUP.parts, 0, 1, 0, 12)
+TILE_BYTES = slot_bytes(GROUP, TILE)
 TABLE = BlockTable.of([5, 0, 3])
 
 
 def boxed(**changes: object) -> dict[str, Any]:
-    return {"box": msgspec.structs.replace(BOX, **changes)}
+    return {"tile": msgspec.structs.replace(TILE, **changes)}
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,21 @@ def boxed(**changes: object) -> dict[str, Any]:
         (boxed(stop=0), "no positions"),
         ({"table": BlockTable.of([5, 8, 3])}, "block id 8"),
         ({"table": BlockTable.of([5, 0], first_block=1)}, "from block 1 on"),
-        ({"room": BOX_BYTES - 1}, f"takes {BOX_BYTES} bytes.* has {BOX_BYTES - 1}"),
+        ({"room": TILE_BYTES - 1}, f"takes {TILE_BYTES} bytes.* has {TILE_BYTES - 1}"),
     ],
 )
 @pytest.mark.parametrize("copy", [PagedMemory.gather, PagedMemory.scatter])
-def test_a_box_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_moves(
+def test_a_tile_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_moves(
     copy: Any, changes: dict[str, Any], message: str
 ) -> None:
     memory = torch.arange(RANK.segments[0].size_bytes).to(torch.uint8)
-    ring, before = torch.zeros(2 * BOX_BYTES, dtype=torch.uint8), memory.clone()
-    asked = {"box": BOX, "table": TABLE, "room": BOX_BYTES} | changes
+    ring, before = torch.zeros(2 * TILE_BYTES, dtype=torch.uint8), memory.clone()
+    asked = {"tile": TILE, "table": TABLE, "room": TILE_BYTES} | changes
     slot = ring[: asked["room"]].numpy()
 
     paged = PagedMemory(GROUP, RANK.regions, {"kv": memory.numpy()})
     with pytest.raises(GeometryError, match=message):
-        copy(paged, asked["table"], asked["box"], slot)
+        copy(paged, asked["table"], asked["tile"], slot)
 
     assert not ring.any()
     assert torch.equal(memory, before)
@@ -124,7 +124,7 @@ def test_a_region_that_leaves_its_buffer_is_refused() -> None:
         PagedMemory(GROUP, RANK.regions, {})
 
 
-def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
+def test_what_is_kept_of_tiles_that_readers_choose_is_bounded() -> None:
     """A reader may ask for any choice of layers, in any order."""
     group = GroupSpec("full", tuple(range(8)), 16, 2, 8, "float16")
     rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=1)
@@ -136,8 +136,8 @@ def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
     tracemalloc.start()
     for number in range(900):
         Random(number).shuffle(layers)
-        box = Box("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
-        memory.gather(BlockTable.of([0]), box, slot)
+        tile = Tile("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
+        memory.gather(BlockTable.of([0]), tile, slot)
         kept_bytes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
 

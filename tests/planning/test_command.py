@@ -10,7 +10,7 @@ PLAN_KEYS = {
     *("from", "to", "tokens", "bytes", "reads", "unread_ranks", "paths"),
     *("choice", "reason", "seconds", "slot_bytes"),
 }
-PATH_KEYS = {"descriptors", "bytes", "scattered_bytes", "boxes"}
+PATH_KEYS = {"descriptors", "bytes", "scattered_bytes", "tiles"}
 Sides = dict[str, Any]
 
 HALVES: Sides = {"decode": f"tp=2,{SMALL}", "tokens": 2048}
@@ -130,14 +130,14 @@ MANY_LAYERS = "kv_heads=8,head=128,layers=32"
 @pytest.mark.parametrize(
     ("decode", "tokens", "options", "wanted"),
     [
-        # layers * blocks; one box
+        # layers * blocks; one tile
         (SMALL, 32, "", {"direct": 4, "packed": 1, "chosen": "direct"}),
-        # ranks * layers * parts * tokens; a box for each share
+        # ranks * layers * parts * tokens; a tile for each share
         (f"tp=2,{SMALL}", 32, "", {"direct": 256, "packed": 2}),
         (f"layout=HND,{MANY_LAYERS}", 131_072, "", {"direct": 32 * 2 * 8 * 131_072}),
         (SMALL, 40, "--first-token 20", {"direct": 2 * 2 * 2}),  # each block in part
         (SMALL, 7, "--first-token 7", {"direct": 0, "packed": None}),
-        (LARGE, 9, "--slot-bytes 4096", {"packed": None}),  # no box fits
+        (LARGE, 9, "--slot-bytes 4096", {"packed": None}),  # no tile fits
     ],
     ids=["equal", "tp", "many", "prefix", "nothing", "no-slot"],
 )

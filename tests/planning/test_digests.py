@@ -1,4 +1,4 @@
-"""Which pieces of KV are compared: all of a box once, and the same choice however it is cut."""
+"""Which pieces of KV are compared: all of a tile once, and the same choice however it is cut."""
 
 from hashlib import blake2b
 from itertools import product
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbus.planning import (
     Piece,
     Share,
-    chosen_boxes,
+    chosen_tiles,
     cut_for_digests,
     num_pieces,
     piece_of,
@@ -60,17 +60,17 @@ def is_chosen(piece: Piece, offer_id: str, one_in: int) -> bool:
     one_in=st.sampled_from([1, 2, 3, 64]),
     offer_id=st.text(max_size=9),
 )
-def test_boxes_have_each_piece_once_and_both_sides_choose_the_same_however_they_are_cut(
+def test_tiles_have_each_piece_once_and_both_sides_choose_the_same_however_they_are_cut(
     share: Share, ends: tuple[int, int], most: int, one_in: int, offer_id: str
 ) -> None:
     span = min(ends), max(ends)
 
-    boxes = list(cut_for_digests(share, span, most=most))
+    tiles = list(cut_for_digests(share, span, most=most))
 
     wanted, least = by_loops(share, span), len(share.parts) * share.num_heads
-    assert all(num_pieces(box) <= max(most, least) for box in boxes)
+    assert all(num_pieces(tile) <= max(most, least) for tile in tiles)
     for least_in in (1, one_in):
-        chosen = [list(chosen_boxes(box, offer_id=offer_id, one_in=least_in)) for box in boxes]
+        chosen = [list(chosen_tiles(tile, offer_id=offer_id, one_in=least_in)) for tile in tiles]
         assert sorted(piece for piece in wanted if is_chosen(piece, offer_id, least_in)) == sorted(
             piece_of(found, number)
             for found in chosen

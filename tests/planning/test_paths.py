@@ -13,10 +13,10 @@ from kvbus.planning import (
     Share,
     bytes_by_group,
     choose_path,
-    cut_into_boxes,
-    least_box_bytes,
+    cut_into_tiles,
+    least_tile_bytes,
     span_bytes,
-    usual_box_bytes,
+    usual_tile_bytes,
 )
 from tests.planning.handoffs import Case, cases, copied_by_loops, some
 
@@ -26,12 +26,12 @@ SLOT_BYTES = 8 * MIB
 
 @some(300)
 @given(cases())
-def test_bytes_runs_and_least_boxes_are_those_that_a_plan_moves(case: Case) -> None:
+def test_bytes_runs_and_least_tiles_are_those_that_a_plan_moves(case: Case) -> None:
     reads, spans, engine = ReadMap(*case.ranks), case.spans(), case.decode.engine
     joined = reads.joined(case.replica_index)
     regions = (region for rank in case.ranks[1] for region in rank.regions)
     held, read = bytes_by_group(regions, engine), bytes_by_group(joined, engine)
-    least = least_box_bytes(joined, engine)
+    least = least_tile_bytes(joined, engine)
 
     num_bytes = span_bytes(held, spans)
 
@@ -42,9 +42,9 @@ def test_bytes_runs_and_least_boxes_are_those_that_a_plan_moves(case: Case) -> N
     assert not all(can_be_cut(case, share, least - 1) for share in joined)
 
 
-def can_be_cut(case: Case, share: Share, box_bytes: int) -> bool:
+def can_be_cut(case: Case, share: Share, tile_bytes: int) -> bool:
     try:
-        cut_into_boxes(share, case.decode.engine.group(share.group), (0, 1), box_bytes=box_bytes)
+        cut_into_tiles(share, case.decode.engine.group(share.group), (0, 1), tile_bytes=tile_bytes)
     except GeometryError:
         return False
     return True
@@ -85,12 +85,12 @@ def test_which_path_is_chosen(
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "box_bytes"), [(4 * KIB, MIB), (3 * MIB, 3 * MIB // 2), (64 * MIB, SLOT_BYTES)]
+    ("num_bytes", "tile_bytes"), [(4 * KIB, MIB), (3 * MIB, 3 * MIB // 2), (64 * MIB, SLOT_BYTES)]
 )
-def test_boxes_are_two_at_least_unless_these_were_small(num_bytes: int, box_bytes: int) -> None:
-    assert usual_box_bytes(num_bytes, least=1, slot_bytes=SLOT_BYTES) == box_bytes
-    assert usual_box_bytes(num_bytes, least=1, slot_bytes=KIB) == KIB
-    assert usual_box_bytes(num_bytes, least=5 * MIB, slot_bytes=SLOT_BYTES) >= 5 * MIB
+def test_tiles_are_two_at_least_unless_these_were_small(num_bytes: int, tile_bytes: int) -> None:
+    assert usual_tile_bytes(num_bytes, least=1, slot_bytes=SLOT_BYTES) == tile_bytes
+    assert usual_tile_bytes(num_bytes, least=1, slot_bytes=KIB) == KIB
+    assert usual_tile_bytes(num_bytes, least=5 * MIB, slot_bytes=SLOT_BYTES) >= 5 * MIB
 
 
 KIB, MIB = 1 << 10, 1 << 20

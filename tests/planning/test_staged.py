@@ -23,7 +23,7 @@ def plans_of(case: Case, slot_bytes: int) -> tuple[StagedPlan, ...]:
 @some(1000, share=12)
 @given(cases(), st.integers(64, 4096), st.integers(1, 2000))
 def test_what_is_read_into_slots_and_copied_on_is_what_loops_over_every_element_move(
-    case: Case, slot_bytes: int, box_bytes: int
+    case: Case, slot_bytes: int, tile_bytes: int
 ) -> None:
     spans, expected = case.spans(), copied_by_loops(case)
     after = np.frombuffer(case.decode.memory, np.uint8).copy()
@@ -31,13 +31,13 @@ def test_what_is_read_into_slots_and_copied_on_is_what_loops_over_every_element_
 
     plans = plans_of(case, slot_bytes)
     for plan in plans:
-        for box in plan.boxes(spans[plan.group], box_bytes=min(box_bytes, slot_bytes)):
+        for tile in plan.tiles(spans[plan.group], tile_bytes=min(tile_bytes, slot_bytes)):
             slot, written = np.zeros(slot_bytes, np.uint8), np.zeros(slot_bytes, np.uint8)
-            reads = plan.reads(case.prefill.tables, box, slot_at=SLOT_AT)
+            reads = plan.reads(case.prefill.tables, tile, slot_at=SLOT_AT)
             move(reads, (case.prefill.memory, case.prefill.base), (slot, SLOT_AT), written)
             assert written.max() == 1
             num_read += reads.num_bytes
-            copies = plan.copies(case.decode.tables, box, slot_at=SLOT_AT)
+            copies = plan.copies(case.decode.tables, tile, slot_at=SLOT_AT)
             move(copies, (slot.tobytes(), SLOT_AT), (after, case.decode.base), times)
 
     event("staged" if plans else "a block fits no slot")

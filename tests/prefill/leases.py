@@ -12,10 +12,10 @@ import torch
 from kvbus.agent.engine import LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
-from kvbus.geometry import BlockTable, Box, KvPart
+from kvbus.geometry import BlockTable, KvPart, Tile
 from kvbus.protocol import (
+    Acquire,
     CheckMemory,
-    Claim,
     Digest,
     Granted,
     Handshake,
@@ -34,7 +34,7 @@ SECRET = 32 * "0"
 """Of what has none."""
 IDS = [7, 3, 5]
 TABLE = BlockTable.of(IDS)
-BOX = Box("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 1, 4, 10, 40)
+TILE = Tile("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 1, 4, 10, 40)
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -80,7 +80,7 @@ class Case:
             offer_id=self.offer_id,
             epoch=self.epoch,
             rank=0,
-            box=BOX,
+            tile=TILE,
             table=TABLE,
             slot_lease_s=20.0,
             token=self.token,
@@ -92,7 +92,7 @@ class Case:
             **self.memory,
             offer_id=self.offer_id,
             rank=0,
-            box=BOX,
+            tile=TILE,
             table=TABLE,
             one_in=1,
             secret=self.secret,
@@ -119,7 +119,7 @@ class Case:
         return await self.reader.ask(self.pack(**changes))
 
     async def refusal(self, **changes: Any) -> RequestRefused:
-        """Why there is no such box."""
+        """Why there is no such tile."""
         try:
             packed = await self.packed(**changes)
         except RequestRefused as refused:
@@ -156,19 +156,19 @@ class Case:
         await self.reader.ask(changed(take, changes))
 
     def slot(self, packed: Packed) -> torch.Tensor:
-        """The bytes of the box."""
+        """The bytes of the tile."""
         content = self.agent.read(packed.address, packed.num_bytes)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def wanted(self) -> torch.Tensor:
-        """What `BOX` holds, token by token, as bytes."""
+        """What `TILE` holds, token by token, as bytes."""
         views = self.source.views()
-        tokens = [(IDS[at // 16], at % 16) for at in range(BOX.start, BOX.stop)]
-        heads = slice(BOX.first_head, BOX.first_head + BOX.num_heads)
+        tokens = [(IDS[at // 16], at % 16) for at in range(TILE.start, TILE.stop)]
+        heads = slice(TILE.first_head, TILE.first_head + TILE.num_heads)
         rows = [
             torch.stack([views[0, layer, KvPart(part)][at][heads] for at in tokens])
-            for layer in BOX.layers
-            for part in BOX.parts
+            for layer in TILE.layers
+            for part in TILE.parts
         ]
         return torch.stack(rows).contiguous().view(torch.uint8).flatten()
 
@@ -179,14 +179,14 @@ async def lease(agent: PrefillAgent, source: Engine, reader: Reader) -> tuple[Of
         uuid.uuid4().hex, num_tokens=NUM_TOKENS, block_ids={"full": IDS}
     )
     secret = offer.ticket["secret"]
-    claim = Claim(
+    acquire = Acquire(
         agent_boot=agent.boot,
         offer_id=offer.offer_id,
         reader_id="reader",
         lease_s=20.0,
         secret=secret,
     )
-    granted: Granted = await reader.ask(claim)
+    granted: Granted = await reader.ask(acquire)
     return offer, Case(agent, source, reader, offer.offer_id, granted.epoch, secret, granted.token)
 
 

@@ -82,7 +82,7 @@ async def restarted(agent: PrefillAgent) -> None:
     await until(lambda: agent.runtime.data.boot not in ("", boot))
 
 
-async def test_the_next_data_process_has_the_engine_again_and_packs_its_boxes(case: Case) -> None:
+async def test_the_next_data_process_has_the_engine_again_and_packs_its_tiles(case: Case) -> None:
     before = await case.shake()
     await restarted(case.agent)
 
@@ -119,7 +119,7 @@ async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: C
     await case.take(nixl_agent=now.nixl_agent)
 
 
-async def test_boxes_and_handshakes_are_refused_with_the_reason_while_there_is_no_data_process(
+async def test_tiles_and_handshakes_are_refused_with_the_reason_while_there_is_no_data_process(
     starts: Starts, agent: PrefillAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus_prefill.agent.HANDSHAKE_WITHIN_S", 0.2)

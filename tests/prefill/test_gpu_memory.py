@@ -106,7 +106,7 @@ async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: Prefill
             source.control.record()
 
 
-async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
+async def test_a_tile_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
     gpu: StandIn, agent: PrefillAgent
 ) -> None:
     async with (

@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace as altered
 
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.geometry import BlockTable, Box
+from kvbus.geometry import BlockTable, Tile
 from kvbus.protocol import (
-    Claim,
+    Acquire,
     CommitAnswer,
     CommitQuery,
     EndedOffer,
@@ -78,7 +78,7 @@ OF: dict[str, Any] = {"agent_boot": "boot", "offer_id": "o1"}
 Process = tuple[str, str]
 
 
-def claimed(
+def acquired(
     reader_id: str = "reader",
     *,
     lease_s: float = 2.0,
@@ -89,7 +89,7 @@ def claimed(
     part: bool = False,
 ) -> ev.Asked[Any]:
     agent_id, boot = process
-    message = Claim(
+    message = Acquire(
         **OF,
         reader_id=reader_id,
         lease_s=lease_s,
@@ -164,13 +164,13 @@ OPEN, SEALED = opened(sealed=False), opened()
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box that a reader asks to have packed under its lease."""
+    """A tile that a reader asks to have packed under its lease."""
 
     pack: Pack
     is_state: bool
 
 
-def box(
+def tile(
     blocks: tuple[int, ...] = (4,),
     first_block: int = 1,
     stop: int = 32,
@@ -185,7 +185,7 @@ def box(
         memory_id="memory",
         epoch=epoch,
         rank=0,
-        box=Box("full", (0,), ("k",), 0, 1, 0, stop),
+        tile=Tile("full", (0,), ("k",), 0, 1, 0, stop),
         table=BlockTable.of(blocks, first_block=first_block),
         slot_lease_s=1.0,
         token=token,
@@ -215,7 +215,7 @@ def said(commands: list[ev.Command]) -> list[Any]:
 
 
 def answer(table: offer.OfferTable, one: ev.Event | Wanted, now: float) -> list[Any]:
-    """What is said to an event, or to who asks for a box, which changes nothing."""
+    """What is said to an event, or to who asks for a tile, which changes nothing."""
     if not isinstance(one, Wanted):
         return said(table.handle(one, now))
     before = table.num_leases, table.deadlines.next()
@@ -249,12 +249,12 @@ NEXT: Process = ("decode-0", "second boot")
 def led(
     agent_id: str, boot: str = "first boot", name: str = "before", **more: Any
 ) -> ev.Asked[Any]:
-    """A claim by a process of some agent."""
-    return claimed(name, process=(agent_id, boot), **more)
+    """An acquire by a process of some agent."""
+    return acquired(name, process=(agent_id, boot), **more)
 
 
 BEFORE_ALL = opened(tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
-STATE = box((3,), 0, stop=1, is_state=True)
+STATE = tile((3,), 0, stop=1, is_state=True)
 PACKED = ["may be packed"]
 TAKE_ENDS = ["ok", "end 1 offer_completed", COMPLETED]
 TWICE = opened("o2", request="request-o1")
@@ -279,19 +279,19 @@ def query(token: str = "own", secret: str = SECRET, **named: str) -> ev.Asked[An
 SCRIPTS: dict[str, list[Step]] = {
     # takes under a lease
     "a take ends the lease before the blocks are reported released":
-        [SEALED, claimed(), (1, held(), TAKE_ENDS)],
+        [SEALED, acquired(), (1, held(), TAKE_ENDS)],
     "a take under a lease whose reply was lost is answered ok again and reports nothing":
-        [SEALED, claimed(), held(), (1, held(), ["ok"])],
+        [SEALED, acquired(), held(), (1, held(), ["ok"])],
     "a take under a lease before the seal is refused and the lease goes on":
-        [OPEN, claimed(), (1, held(), [OFFER_OPEN]), SEAL, (1, held(), TAKE_ENDS)],
+        [OPEN, acquired(), (1, held(), [OFFER_OPEN]), SEAL, (1, held(), TAKE_ENDS)],
     "a take at the end of the lease is late though nobody told the time":
-        [SEALED, claimed(lease_s=2.0), (2, held(), ["end 1 lease_expired", LEASE_EXPIRED])],
+        [SEALED, acquired(lease_s=2.0), (2, held(), ["end 1 lease_expired", LEASE_EXPIRED])],
     "a take under a lease that was given back is stale":
-        [SEALED, claimed(), returned(), (1, held(), [STALE])],
+        [SEALED, acquired(), returned(), (1, held(), [STALE])],
     "a reader that has no lease says what it has read":
         [SEALED, (1, held(), [STALE]), (1, taken(), ["ok", COMPLETED])],
     "a reader that lost its lease may say what it has read":
-        [SEALED, claimed(lease_s=2.0), (2, held()), (2, taken(), ["ok", COMPLETED])],
+        [SEALED, acquired(lease_s=2.0), (2, held()), (2, taken(), ["ok", COMPLETED])],
     # takes
     "a take of a sealed offer that nobody has leased completes it":
         [SEALED, (1, taken(), ["ok", COMPLETED])],
@@ -300,16 +300,16 @@ SCRIPTS: dict[str, list[Step]] = {
     "a second take by another token or key is told that the offer is completed":
         [SEALED, taken(), (1, taken(token="another"), [DONE]), (1, taken(holder="other"), [DONE])],
     "a take with the token of the last lease is told that the offer was withdrawn":
-        [SEALED, claimed(), WITHDRAW, (1, taken(token=TOKEN), [ErrorCode.OFFER_WITHDRAWN])],
+        [SEALED, acquired(), WITHDRAW, (1, taken(token=TOKEN), [ErrorCode.OFFER_WITHDRAWN])],
     "a take by another token than under the lease is no repeated one":
-        [SEALED, claimed(), held(), (1, taken(), [DONE])],
+        [SEALED, acquired(), held(), (1, taken(), [DONE])],
     "a take while another reader has the lease is busy until that gave it back":
-        [SEALED, claimed("another"), (1, taken(), [BUSY]), returned(),
+        [SEALED, acquired("another"), (1, taken(), [BUSY]), returned(),
          (1, taken(), ["ok", COMPLETED])],
     "a take by who has the lease ends it before the blocks are reported released":
-        [SEALED, claimed(), (1, taken(), TAKE_ENDS)],
+        [SEALED, acquired(), (1, taken(), TAKE_ENDS)],
     "a take with the reader's name and another key does not end its lease":
-        [SEALED, claimed(), (1, taken(holder="other"), [BUSY]), (1, held(), TAKE_ENDS)],
+        [SEALED, acquired(), (1, taken(holder="other"), [BUSY]), (1, held(), TAKE_ENDS)],
     "a take before the seal is refused and the offer goes on":
         [OPEN, (1, taken(), [OFFER_OPEN]), SEAL, (1, taken(), ["ok", COMPLETED])],
     "a take when the offer expires is late though nobody told the time":
@@ -330,15 +330,15 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lost engine ends an open offer that a reader asks to take":
         [OPEN, (7, taken()), (9, LOST, [WITHDRAWN])],
     "a reader whose lease ended before its offer did is told so":
-        [opened(ttl_s=1.0), claimed(lease_s=2.0), (3, DUE), (3, renewed(1), [LEASE_EXPIRED]),
-         (3, claimed(), [ErrorCode.OFFER_EXPIRED])],
+        [opened(ttl_s=1.0), acquired(lease_s=2.0), (3, DUE), (3, renewed(1), [LEASE_EXPIRED]),
+         (3, acquired(), [ErrorCode.OFFER_EXPIRED])],
     "no renewal moves the end of a lease past the longest hold":
-        [SEALED, claimed(lease_s=4.0),
+        [SEALED, acquired(lease_s=4.0),
          *[(now, renewed(1, lease_s=4.0), ["ok"]) for now in (3, 6, 9)],
          (10, DUE, ["end 1 lease_expired", EXPIRED])],
-    "a reader that claims again and again holds no longer than one that renews":
-        [opened(ttl_s=1.0), claimed(lease_s=4.0),
-         *[(now, claimed(lease_s=4.0)) for now in (3, 6, 9)],
+    "a reader that acquires again and again holds no longer than one that renews":
+        [opened(ttl_s=1.0), acquired(lease_s=4.0),
+         *[(now, acquired(lease_s=4.0)) for now in (3, 6, 9)],
          (10, DUE, ["end 4 lease_expired", EXPIRED])],
     # a restart of the agent
     "an offer that is published again waits for a reader though its time is over":
@@ -346,18 +346,18 @@ SCRIPTS: dict[str, list[Step]] = {
     "an offer that is published again takes the place of another one if need be":
         [opened("o2"), opened("o3"), (0, AGAIN, ["ok"])],
     "an offer that is sent again is the same one":
-        [SEALED, claimed(), (1, SEALED, ["ok"]), (1, held(), TAKE_ENDS)],
+        [SEALED, acquired(), (1, SEALED, ["ok"]), (1, held(), TAKE_ENDS)],
     "an offer that has ended is reported again when it is sent again":
         [SEALED, taken(), (1, AGAIN, ["ok", COMPLETED]), (1, taken(), ["ok"])],
     "an offer outlives the end of its engine's connection and the end of its agent":
-        [SEALED, claimed(), (1, LOST, ["end 1 engine_lost", WITHDRAWN]), (2, AGAIN, ["ok"]),
+        [SEALED, acquired(), (1, LOST, ["end 1 engine_lost", WITHDRAWN]), (2, AGAIN, ["ok"]),
          (3, taken(), ["ok", COMPLETED])],
     "the id of an offer is not that of another one":
         [SEALED, (1, opened(request="another"), [ErrorCode.OFFER_EXISTS]), WITHDRAW,
          (1, opened(request="another"), [ErrorCode.OFFER_EXISTS])],
     "a commit whose reply was lost with the agent is answered by the next one":
         [before("own"), (1, taken(), ["ok"]), (1, taken(token="another"), [DONE]),
-         (1, claimed(), [DONE])],
+         (1, acquired(), [DONE])],
     "what this agent has completed itself it does not enter again":
         [SEALED, taken(), before("own", "another"), (1, taken(token="another"), [DONE])],
     "an offer that was committed before is not there for who awaits it":
@@ -383,87 +383,87 @@ SCRIPTS: dict[str, list[Step]] = {
     "a request is not offered twice until its first offer is released":
         [SEALED, (0, TWICE, [ErrorCode.OFFER_EXISTS]), WITHDRAW, (0, TWICE, ["ok"])],
     "an agent that drains takes no new offers and finishes the old ones":
-        [SEALED, claimed(), DrainStarted(), (1, opened("o2"), [ErrorCode.DRAINING]),
+        [SEALED, acquired(), DrainStarted(), (1, opened("o2"), [ErrorCode.DRAINING]),
          (1, held(), TAKE_ENDS)],
     # a reader at several agents
     "a part has a lease beside its reader and its take does not end the offer":
-        [SEALED, claimed(), (0, claimed("part", part=True), ["ok", "begin 2"]),
+        [SEALED, acquired(), (0, acquired("part", part=True), ["ok", "begin 2"]),
          (1, held("part", part=True), ["ok", "end 2 offer_completed"]), (1, held(), TAKE_ENDS)],
     "a part takes no place of a reader":
-        [SEALED, claimed("part", part=True), (0, claimed(), ["ok", "begin 2"]),
-         (0, claimed("another"), [BUSY])],
+        [SEALED, acquired("part", part=True), (0, acquired(), ["ok", "begin 2"]),
+         (0, acquired("another"), [BUSY])],
     "a take of a part whose reply was lost is answered ok again":
-        [SEALED, claimed(), claimed("part", part=True), held("part", part=True),
+        [SEALED, acquired(), acquired("part", part=True), held("part", part=True),
          (1, held("part", part=True), ["ok"])],
     "an offer is not over while a part has a lease though its reader is gone":
-        [opened(ttl_s=1.0), claimed(), claimed("part", part=True), returned(),
+        [opened(ttl_s=1.0), acquired(), acquired("part", part=True), returned(),
          (1.5, DUE, []), (2, DUE, ["end 2 lease_expired", EXPIRED])],
     "a part that was read without a lease says what it has read and ends nothing":
         [SEALED, (0, taken("part", token="its own", part=True), ["ok"]),
          (1, taken(), ["ok", COMPLETED])],
     "parts that are live or done are as many as may be":
-        [SEALED, claimed("one", part=True), held("one", part=True), claimed("two", part=True),
-         (0, claimed("three", part=True), [BUSY]), (0, claimed("two", part=True),
+        [SEALED, acquired("one", part=True), held("one", part=True), acquired("two", part=True),
+         (0, acquired("three", part=True), [BUSY]), (0, acquired("two", part=True),
          ["end 3 stale", "ok", "begin 4"])],
     # several readers
     "as many readers as may have a lease at once and the next waits":
-        [opened(readers=2), claimed("a", token="a"), claimed("b", token="b"),
-         (1, claimed("c", token="c"), [BUSY]), (1, returned(1, "a"), ["ok", "end 1 stale"]),
-         (1, claimed("c", token="c"), ["ok", "begin 3"])],
+        [opened(readers=2), acquired("a", token="a"), acquired("b", token="b"),
+         (1, acquired("c", token="c"), [BUSY]), (1, returned(1, "a"), ["ok", "end 1 stale"]),
+         (1, acquired("c", token="c"), ["ok", "begin 3"])],
     "the blocks are released when the last reader has everything":
-        [opened(readers=3), claimed("a", token="a"), claimed("b", token="b"),
+        [opened(readers=3), acquired("a", token="a"), acquired("b", token="b"),
          (1, held("b"), ["ok", "end 2 offer_completed"]), (1, taken("c"), ["ok"]),
          (1, held("a"), TAKE_ENDS)],
     "who comes when all others have read is the last one":
-        [opened(readers=2), taken("a"), claimed("b", token="b"),
+        [opened(readers=2), taken("a"), acquired("b", token="b"),
          (1, taken("c", token="other"), [BUSY]),
          (1, held("b"), ["ok", "end 2 offer_completed", COMPLETED]),
-         (1, claimed("c"), [DONE])],
+         (1, acquired("c"), [DONE])],
     "a yes whose reply was lost is said again and counts once":
-        [opened(readers=3), claimed("a", token="a"), held("a"), taken("b"),
+        [opened(readers=3), acquired("a", token="a"), held("a"), taken("b"),
          (1, held("a"), ["ok"]), (1, taken("b"), ["ok"]),
          (1, taken("c", token="other"), ["ok", COMPLETED]), (1, held("a"), ["ok"]),
          (1, taken("b"), ["ok"])],
     "a yes is said again after any number of readers that gave up":
-        [opened(readers=2), claimed("a", token="a"), held("a"),
-         *[step for n in range(3, 13) for step in (claimed(f"{n}", token="b"), returned(n, "b"))],
+        [opened(readers=2), acquired("a", token="a"), held("a"),
+         *[step for n in range(3, 13) for step in (acquired(f"{n}", token="b"), returned(n, "b"))],
          (1, held("a"), ["ok"])],
     "a reader that is late does not disturb another":
-        [opened(readers=2), claimed("a", token="a"), claimed("b", token="b"),
+        [opened(readers=2), acquired("a", token="a"), acquired("b", token="b"),
          (1, renewed(2, lease_s=4.0, token="b"), ["ok"]),
          (3, held("a"), ["end 1 lease_expired", LEASE_EXPIRED]),
          (3, held("b"), ["ok", "end 2 offer_completed"])],
     "the token of one reader is not the right of another":
-        [opened(readers=2), claimed("a", token="a"), claimed("b", token="b"),
+        [opened(readers=2), acquired("a", token="a"), acquired("b", token="b"),
          (1, renewed(2, token="a"), [FORBIDDEN]), (1, renewed(1), [FORBIDDEN])],
     "a withdrawn offer revokes every lease before it is reported released":
-        [opened(readers=2, sealed=False), claimed("a", token="a"), claimed("b", token="b"),
+        [opened(readers=2, sealed=False), acquired("a", token="a"), acquired("b", token="b"),
          (1, WITHDRAW, ["ok", "end 1 offer_withdrawn", "end 2 offer_withdrawn", WITHDRAWN]),
          (1, held("a"), [ErrorCode.OFFER_WITHDRAWN]),
          (1, held("b"), [ErrorCode.OFFER_WITHDRAWN])],
     "an offer that fewer have read than may is completed by its time to live":
-        [opened(readers=2), claimed("a", token="a"), held("a"), (8, DUE, [COMPLETED]),
-         (8, claimed("b"), [ErrorCode.OFFER_EXPIRED])],
+        [opened(readers=2), acquired("a", token="a"), held("a"), (8, DUE, [COMPLETED]),
+         (8, acquired("b"), [ErrorCode.OFFER_EXPIRED])],
     "a lease of any reader outlasts the time to live":
-        [opened(readers=2, ttl_s=1.0), claimed("a"), (0.5, claimed("b", lease_s=4.0)),
+        [opened(readers=2, ttl_s=1.0), acquired("a"), (0.5, acquired("b", lease_s=4.0)),
          (2, DUE, ["end 1 lease_expired"]), (4.5, DUE, ["end 2 lease_expired", EXPIRED])],
     # the next process of a reader
     "the next process of a reader has what the one before had at once":
         [SEALED, led("decode-0"),
-         (1, claimed("after", process=NEXT), ["end 1 stale", "ok", "begin 2"]),
+         (1, acquired("after", process=NEXT), ["end 1 stale", "ok", "begin 2"]),
          (1, held("before"), [STALE])],
     "the next process of a reader takes what the one before had at once":
         [SEALED, led("decode-0"),
          (1, taken("after", process=NEXT), TAKE_ENDS)],
     "the next process of a reader ends all leases of the one before":
         [opened(readers=2), *[led("decode-0", name=name, token=name) for name in "ab"],
-         (1, claimed("after", process=NEXT), ["end 1 stale", "end 2 stale", "ok", "begin 3"])],
+         (1, acquired("after", process=NEXT), ["end 1 stale", "end 2 stale", "ok", "begin 3"])],
     "the process of another agent has to wait":
-        [SEALED, led("decode-1"), (1, claimed("after", process=NEXT), [BUSY])],
+        [SEALED, led("decode-1"), (1, acquired("after", process=NEXT), [BUSY])],
     "another reader in the same process has to wait":
-        [SEALED, led("decode-0", NEXT[1]), (1, claimed("after", process=NEXT), [BUSY])],
+        [SEALED, led("decode-0", NEXT[1]), (1, acquired("after", process=NEXT), [BUSY])],
     "the next process with another key has to wait":
-        [SEALED, led("decode-0"), (1, claimed("after", process=NEXT, holder="other"), [BUSY]),
+        [SEALED, led("decode-0"), (1, acquired("after", process=NEXT, holder="other"), [BUSY]),
          (1, taken("after", process=NEXT, holder="other"), [BUSY])],
     "a process without a name is the next of none":
         [SEALED, led(""), (1, led("", "second boot", "after"), [BUSY])],
@@ -473,20 +473,20 @@ SCRIPTS: dict[str, list[Step]] = {
     "nor is what a ticket named that had other tokens or another engine":
         [SEALED, (1, taken(num_tokens=33), [GEOMETRY]), (1, taken(num_tokens=17), [GEOMETRY]),
          (1, taken(engine_id="other"), [GEOMETRY]), (1, taken(), ["ok", COMPLETED])],
-    "a box is packed while its lease lives":
-        [SEALED, claimed(), (1.999, box(), PACKED), (2, box(), [LEASE_EXPIRED])],
-    "a box is packed out of the blocks of the offer":
-        [SEALED, claimed(), (1, box((3,)), [GEOMETRY]), (1, box((4, 5)), [GEOMETRY]),
-         (1, box((3, 4), 0, stop=33), [GEOMETRY]), (1, box((3, 4), 0), PACKED)],
-    "a box is packed out of no block before those of the offer":
-        [BEFORE_ALL, claimed(), (1, box((3,), 0, stop=16), [GEOMETRY])],
-    "a box is packed for who has the lease":
-        [SEALED, claimed(), (1, box(epoch=2), [STALE]), (1, box(token="wrong"), [FORBIDDEN])],
-    "a box is not packed after the end of its offer":
-        [SEALED, claimed(), WITHDRAW, (1, box(), [ErrorCode.OFFER_WITHDRAWN]),
-         (1, box(epoch=2), [STALE])],
+    "a tile is packed while its lease lives":
+        [SEALED, acquired(), (1.999, tile(), PACKED), (2, tile(), [LEASE_EXPIRED])],
+    "a tile is packed out of the blocks of the offer":
+        [SEALED, acquired(), (1, tile((3,)), [GEOMETRY]), (1, tile((4, 5)), [GEOMETRY]),
+         (1, tile((3, 4), 0, stop=33), [GEOMETRY]), (1, tile((3, 4), 0), PACKED)],
+    "a tile is packed out of no block before those of the offer":
+        [BEFORE_ALL, acquired(), (1, tile((3,), 0, stop=16), [GEOMETRY])],
+    "a tile is packed for who has the lease":
+        [SEALED, acquired(), (1, tile(epoch=2), [STALE]), (1, tile(token="wrong"), [FORBIDDEN])],
+    "a tile is not packed after the end of its offer":
+        [SEALED, acquired(), WITHDRAW, (1, tile(), [ErrorCode.OFFER_WITHDRAWN]),
+         (1, tile(epoch=2), [STALE])],
     "a state is packed once its offer is sealed":
-        [OPEN, claimed(), (1, STATE, [OFFER_OPEN]), SEAL, (1, STATE, PACKED)],
+        [OPEN, acquired(), (1, STATE, [OFFER_OPEN]), SEAL, (1, STATE, PACKED)],
 }
 # fmt: on
 
@@ -499,11 +499,11 @@ def test_what_the_table_says_to_what_comes(script: list[Step]) -> None:
 SITUATIONS: dict[str, list[Step]] = {
     "open": [OPEN],
     "sealed": [SEALED],
-    "leased": [SEALED, claimed()],
-    "leased and open": [OPEN, claimed()],
-    "released": [SEALED, claimed(), WITHDRAW],
+    "leased": [SEALED, acquired()],
+    "leased and open": [OPEN, acquired()],
+    "released": [SEALED, acquired(), WITHDRAW],
 }
-ANYTHING = [MORE, GAP, SEAL, WITHDRAW, claimed(), renewed(1), held(), taken(), returned()]
+ANYTHING = [MORE, GAP, SEAL, WITHDRAW, acquired(), renewed(1), held(), taken(), returned()]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -537,13 +537,13 @@ def test_who_is_late_is_told_stale_or_what_ended_its_lease_and_changes_nothing(
     late: Callable[[int], ev.Event],
 ) -> None:
     for made in (SEALED, OPEN):
-        table = play(made, claimed(), claimed(), (1, late(1), [STALE]), (1, box(), [STALE]))
+        table = play(made, acquired(), acquired(), (1, late(1), [STALE]), (1, tile(), [STALE]))
 
         assert (table.num_leases, table.deadlines.next()) == (1, 2.0)
     for code, end in ENDS.items():
-        steps = [(1, one, [code]) for one in (late(1), claimed(), taken(), box())]
+        steps = [(1, one, [code]) for one in (late(1), acquired(), taken(), tile())]
 
-        play(SEALED, claimed(), end, *steps)
+        play(SEALED, acquired(), end, *steps)
 
 
 def granted(commands: list[ev.Command]) -> Granted:
@@ -553,7 +553,7 @@ def granted(commands: list[ev.Command]) -> Granted:
 
 
 WRONG_RIGHTS = {
-    "claim": claimed(secret="wrong", token="new"),
+    "acquire": acquired(secret="wrong", token="new"),
     "take": taken(secret="wrong"),
     "take under a lease": held(secret="wrong"),
     "withdraw": asked(PeerWithdraw(**OF, secret="wrong")),
@@ -579,15 +579,15 @@ def test_who_does_not_show_the_right_is_refused_without_detail_and_changes_nothi
     assert (refusal.error.code, refusal.error.detail) == (FORBIDDEN, {})
     assert (table.num_leases, table.deadlines.next()) == (1, 2.0)
     assert granted(table.handle(renewed(1), 1.0)).num_tokens == 32
-    ended = play(SEALED, claimed(), WITHDRAW)
+    ended = play(SEALED, acquired(), WITHDRAW)
     assert said(ended.handle(wrong, 1.0)) == [FORBIDDEN], "it tells nobody how it ended, either"
 
 
 def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
-    table = play(SEALED, claimed("first", lease_s=2.0))
+    table = play(SEALED, acquired("first", lease_s=2.0))
 
     for now, pause_s in (0.5, 0.25), (1.875, 0.125):
-        for event in claimed("second"), taken("second"):
+        for event in acquired("second"), taken("second"):
             (refusal,) = table.handle(event, now)
             assert isinstance(refusal, Refuse)
             assert refusal.error.code is BUSY
@@ -595,7 +595,7 @@ def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
 
 
 def test_a_renewal_brings_the_blocks_that_the_reader_does_not_know_and_none_behind_a_gap() -> None:
-    table = play(OPEN, claimed(), (0, GAP, [GEOMETRY]))
+    table = play(OPEN, acquired(), (0, GAP, [GEOMETRY]))
     before = granted(table.handle(renewed(1, known=2), 0.5))
     table.handle(MORE, 0.5)
 
@@ -606,7 +606,7 @@ def test_a_renewal_brings_the_blocks_that_the_reader_does_not_know_and_none_behi
 
 
 def hand_over(table: offer.OfferTable, offer_id: str, now: float) -> None:
-    for event in (opened(offer_id), of(offer_id, claimed()), of(offer_id, held())):
+    for event in (opened(offer_id), of(offer_id, acquired()), of(offer_id, held())):
         table.handle(event, now)
 
 

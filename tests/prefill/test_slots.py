@@ -1,4 +1,4 @@
-"""The slot table: whose box is gathered next, into which slot, and when a slot is free again.
+"""The slot table: whose tile is gathered next, into which slot, and when a slot is free again.
 
 Each case is a script: events, some with the time and what must be done. See `done`.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from kvbus.errors import ErrorCode, SegmentError
-from kvbus.geometry import BlockTable, Box, KvPart
+from kvbus.geometry import BlockTable, KvPart, Tile
 from kvbus.protocol import Pack, Packed
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped
 from kvbus_prefill import slots
@@ -53,7 +53,7 @@ def asked(
         offer_id="offer",
         epoch=1,
         rank=0,
-        box=Box("full", (0,), (KvPart.KEY,), 0, 1, 0, 8),
+        tile=Tile("full", (0,), (KvPart.KEY,), 0, 1, 0, 8),
         table=BlockTable.of([1]),
         slot_lease_s=slot_lease_s,
         token="token",
@@ -72,7 +72,7 @@ def given(slot_id: int = 1, reader: str = "reader") -> slots.GivenBack:
 
 
 def done(commands: list[slots.Command]) -> list[str]:
-    """What is begun or answered: of a box that is packed its id, of a refusal the code."""
+    """What is begun or answered: of a tile that is packed its id, of a refusal the code."""
     words = []
     for command in commands:
         match command:
@@ -122,18 +122,18 @@ WITHDRAWN = slots.LeaseEnded("lease", ErrorCode.OFFER_WITHDRAWN)
 SCRIPTS: dict[str, list[Step]] = {
     "a reader is told of its slot when the copy has ended and not before":
         [(1, asked("a"), ["gather a"]), (2, gathered(), ["a has 1"]), 1],
-    "a box that nobody waits for is not gathered":
+    "a tile that nobody waits for is not gathered":
         [ONE_SLOT, asked("a"), asked("b"), asked("c"),
-         (1, slots.BoxAbandoned("lease", "b"), ["b: busy"]),
+         (1, slots.TileAbandoned("lease", "b"), ["b: busy"]),
          (1, gathered(), ["a has 1"]), (1, given(), ["gather c"]), 1],
-    "the slot of a box that nobody waits for is free when its copy has ended":
-        [asked("a"), (1, slots.BoxAbandoned("lease", "a"), ["a: busy"]), (1, gathered(), []), 0],
+    "the slot of a tile that nobody waits for is free when its copy has ended":
+        [asked("a"), (1, slots.TileAbandoned("lease", "a"), ["a: busy"]), (1, gathered(), []), 0],
     "a copy that failed is the failure of its reader and frees the slot":
         [asked("a"), (1, gathered(1, SegmentError("gone")), ["a: segment"]), 0],
     "where slots are wiped the next gets one when that has ended":
         [WIPED, asked("a"), asked("b"), gathered(), (1, given(), ["wipe"]),
          (1, slots.WipeEnded(1), ["gather b"]), 1],
-    "a box of another device needs no slot of this one":
+    "a tile of another device needs no slot of this one":
         [ONE_SLOT, asked("a"), (1, asked("b", memory=GPU), ["gather b"]), 2,
          (1, gathered(2), ["b has 2"]), (1, gathered(1), ["a has 1"]), (1, given(2), []), 1],
     "a slot that is given back goes to the next under another id":
@@ -149,7 +149,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease that holds half of the slots waits and others do not":
         [asked("a1", "a"), gathered(1), asked("a2", "a"), gathered(2), (1, asked("a3", "a"), []),
          (1, asked("b1", "b"), ["gather b1"]), 3],
-    "an urgent box is gathered before those that wait":
+    "an urgent tile is gathered before those that wait":
         [ONE_SLOT, asked("a"), asked("b"), asked("c", "other", priority=1),
          gathered(), (1, given(), ["gather c"]), 1],
     "the end of a lease frees its slots, refuses what waits and leaves what is copied":
@@ -169,7 +169,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [asked("a", slot_lease_s=2.0), (1.5, gathered()), (1.999, DUE), (2, DUE, []), 0],
     "a slot is leased for no longer than the limit":
         [asked("a", slot_lease_s=100.0), (1, gathered()), (8, DUE, []), 0],
-    "a box that waited longer than its slot lease is refused":
+    "a tile that waited longer than its slot lease is refused":
         [ONE_SLOT, asked("a", slot_lease_s=4.0), asked("b"), (2, DUE, ["b: timeout"]),
          (2, gathered(), ["a has 1"]), 1],
 }
@@ -177,5 +177,5 @@ SCRIPTS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_what_becomes_of_boxes_and_slots(script: list[Step]) -> None:
+def test_what_becomes_of_tiles_and_slots(script: list[Step]) -> None:
     play(*script)

@@ -1,4 +1,4 @@
-"""What can come in between while a box is copied: its lease, its engine or its agent ends."""
+"""What can come in between while a tile is copied: its lease, its engine or its agent ends."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -26,8 +26,8 @@ from tests.prefill.test_offers import (
     STOPPED,
     TOKEN,
     WITHDRAW,
+    acquired,
     asked,
-    claimed,
     returned,
     said,
     taken,
@@ -145,7 +145,7 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
 @pytest.mark.parametrize(
     ("event", "answer"),
     [
-        (claimed(), [ErrorCode.OFFER_COMPLETED]),
+        (acquired(), [ErrorCode.OFFER_COMPLETED]),
         (taken(token="other"), [ErrorCode.OFFER_COMPLETED]),
         (offer.events.WordTaken("o1", "own"), []),
         (offer.events.WordsChecked(), []),
@@ -185,7 +185,7 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
         case "closed by the engine":
             page.names.close(ticket.word)
         case "closed":
-            table.handle(claimed(), 0.5)
+            table.handle(acquired(), 0.5)
     words = list(page.words)
     if state != "taken by another":
         assert said(table.handle(offer.events.WordsChecked(), 1.0)) == []
@@ -198,7 +198,7 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
 
 
 @pytest.mark.parametrize(
-    "event", [claimed(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
+    "event", [acquired(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
 )
 def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_word_first(event: Any) -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
@@ -214,13 +214,13 @@ def test_who_has_no_right_and_who_only_asks_leave_the_word_alone() -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
-    for wrong in (claimed(secret="wrong"), taken(secret="wrong"), asked(Meet(SECRET, 1.0))):
+    for wrong in (acquired(secret="wrong"), taken(secret="wrong"), asked(Meet(SECRET, 1.0))):
         table.handle(wrong, 1.0)
 
     assert page.word(ticket).take("token")
 
 
-@pytest.mark.parametrize("event", [claimed(), taken(), WITHDRAW, LOST, STOPPED, DUE], ids=str)
+@pytest.mark.parametrize("event", [acquired(), taken(), WITHDRAW, LOST, STOPPED, DUE], ids=str)
 def test_an_offer_whose_engine_has_closed_the_word_is_lost_before_its_end_is_heard(
     event: Any,
 ) -> None:
@@ -239,7 +239,7 @@ def test_an_offer_whose_engine_has_closed_the_word_is_lost_before_its_end_is_hea
 
 READERS = ("a", "b", "c")
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["word", "take", "claim"]), st.sampled_from(READERS))
+    st.tuples(st.sampled_from(["word", "take", "acquire"]), st.sampled_from(READERS))
     | st.tuples(st.sampled_from(["late", "return", "withdraw", "lost", "stopped", "due", "left"])),
     min_size=2,
     max_size=9,
@@ -293,8 +293,8 @@ class Played:
                 self.now += 2.5
         others = {"withdraw": WITHDRAW, "lost": LOST, "stopped": STOPPED, "due": DUE}
         event = others.get(what, event)
-        if what == "claim":
-            event = claimed(reader, token=TOKEN)
+        if what == "acquire":
+            event = acquired(reader, token=TOKEN)
         elif what == "return":
             event = returned(max(self.epoch, 1))
             if not self.oracle.live or not self.epoch:

@@ -12,7 +12,7 @@ from tests.agents import AgentProcess, Agents, agents_ended, started
 from tests.process.shapes import PATHS, SLOT_BYTES, ShapedAgents
 
 SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
-"""Few and small ones, so that a few tokens are many boxes."""
+"""Few and small ones, so that a few tokens are many tiles."""
 
 
 @pytest.fixture(scope="package")

@@ -144,7 +144,7 @@ GONE = {
     *NO_ANSWER,
 }
 """Of an agent that is killed, and not there again by the deadline."""
-TRIED = ("reading", "waiting", "resolving", "claiming", "taking")
+TRIED = ("reading", "waiting", "resolving", "acquiring", "taking")
 REPEATED = ("reading", "resolving")
 """A read may fail before its agent knows that the engine has left: the fetch is repeated then."""
 
@@ -349,16 +349,16 @@ def played(
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder, num_workers = folder.parent, int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     share = -(-len(wanted) // num_workers)
-    while claimed := list(islice((name for name in wanted if claim(folder, name)), share)):
-        for name, ended in anyio.run(play_lanes, {one: wanted[one] for one in claimed}).items():
+    while acquired := list(islice((name for name in wanted if acquire(folder, name)), share)):
+        for name, ended in anyio.run(play_lanes, {one: wanted[one] for one in acquired}).items():
             write_played(folder, name, ended)
     return {name: read_played(folder, name) for name in wanted}
 
 
-def claim(folder: Path, lane: str) -> bool:
+def acquire(folder: Path, lane: str) -> bool:
     """Whether this process is the first that asks."""
     try:
-        (folder / f"{lane}.claimed").touch(exist_ok=False)
+        (folder / f"{lane}.acquired").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -75,7 +75,7 @@ async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
         assert of_offer["offer"].parent_id == PARENT
         assert of_fetch["fetch"].parent_id == OTHER_PARENT
         assert {"leased", "sealed"} <= of_offer.keys()
-        assert {"claiming", "reading", "READ", "taking"} <= of_fetch.keys()
+        assert {"acquiring", "reading", "READ", "taking"} <= of_fetch.keys()
         assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
         assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
         agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
@@ -116,9 +116,9 @@ async def test_the_story_of_a_handoff_is_told_on_both_sides(
     of_fetch = await status(decode.peer, "--fetch", handoff.fetch.fetch_id)
     of_offer = await status(prefill.peer, "--offer", handoff.offer.offer_id)
 
-    assert "Claim -> reading: ReadChunk" in of_fetch
-    assert "leg 0 LegDue -> reading: Begin" in of_fetch, of_fetch
-    assert "leg 0 StageEnded -> over: -" in of_fetch
+    assert "Acquire -> reading: ReadChunk" in of_fetch
+    assert "transfer 0 TransferDue -> reading: Begin" in of_fetch, of_fetch
+    assert "transfer 0 StageEnded -> over: -" in of_fetch
     assert "Take -> completed: ReportFetched" in of_fetch
     assert any(line.startswith("MakeOffer -> sealed") for line in of_offer)
     assert of_offer[-1].startswith("Take -> released")

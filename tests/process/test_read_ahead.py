@@ -37,12 +37,12 @@ async def two_readers(*agents: AgentProcess) -> AsyncIterator[tuple[Engine, Engi
 
 
 @pytest.mark.parametrize("fabric", ["shared memory", pytest.param("tcp", marks=pytest.mark.long)])
-async def test_the_first_handoff_of_two_engines_claims_and_the_next_ones_read_ahead(
+async def test_the_first_handoff_of_two_engines_acquires_and_the_next_ones_read_ahead(
     fresh: Agents, fabric: str
 ) -> None:
-    """Where reads need the progress of the prefill agent, the claim is made beside them.
+    """Where reads need the progress of the prefill agent, the acquire is made beside them.
 
-    Over shared memory one that takes long claims, too: one of them does not.
+    Over shared memory one that takes long acquires, too: one of them does not.
     """
     env = {"UCX_TLS": "tcp"} if fabric == "tcp" else {}
     prefill = fresh.prepare("prefill", env=env)
@@ -79,7 +79,7 @@ async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_reque
     ],
     ids=["too many blocks", "open", "in chunks"],
 )
-async def test_a_fetch_that_cannot_be_read_ahead_claims_first_and_is_as_good(
+async def test_a_fetch_that_cannot_be_read_ahead_acquires_first_and_is_as_good(
     agents: Agents, fresh: Agents, settings: dict[str, Any], fetched: dict[str, Any]
 ) -> None:
     prefill, decode = agents.all[:2]
@@ -126,7 +126,7 @@ async def end_of(handoff: Handoff) -> str:
 async def test_as_many_engines_read_an_offer_at_once_as_it_is_for(
     prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess, ready: int | None
 ) -> None:
-    """One that is open when they ask is claimed first, a sealed one is read by its ticket."""
+    """One that is open when they ask is acquired first, a sealed one is read by its ticket."""
     async with two_readers(prefill, decode, other_decode) as (source, one, other):
         first = await begin(source, one, NUM_TOKENS, ready=ready, made={"readers": 2})
         second = await begin(source, other, NUM_TOKENS, offer=first.offer)

@@ -34,7 +34,7 @@ HND = Memory(KvLayout.parse("HND"))
 REORDERING = Side(), Side(memory=HND)
 UNREGISTERED = Side(memory=Memory(direct=False))
 LONG = 20_000
-"""Tokens whose boxes are hundreds."""
+"""Tokens whose tiles are hundreds."""
 
 
 def parts_of(one: Engine, lengths: Sequence[int]) -> list[Blocks]:
@@ -77,12 +77,12 @@ async def test_a_long_fetch_is_cut_to_slots_that_many_short_ones_share_with_it_a
                 tasks.start_soon(move, *part)
 
         assert same(target.snapshot(), wanted)
-    num_bytes, num_boxes = (
+    num_bytes, num_tiles = (
         shapes.prefill.metric(name) - was
         for name, was in zip(("packed_bytes_total", "gather_seconds_count"), packed, strict=True)
     )
     assert ended[0] != LONG, "the first short one waited for all of it"
-    assert num_boxes >= num_bytes / SLOT_BYTES
+    assert num_tiles >= num_bytes / SLOT_BYTES
     for agent in (shapes.prefill, shapes.decode["packed"]):
         assert agent.memory_maps("libtorch") == 0
 

@@ -89,7 +89,7 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(
 
     assert names(spans_of(answer, prefill)) == ["offer", "sealed", "leased"]
     of_fetch = spans_of(answer, decode)
-    assert names(of_fetch) == ["fetch", "resolving", "claiming", "reading", "READ", "taking"]
+    assert names(of_fetch) == ["fetch", "resolving", "acquiring", "reading", "READ", "taking"]
     whole, *parts = [span for span in of_fetch if span["depth"] < 2]
     spent_s = sum(span["end_s"] - span["start_s"] for span in parts)
     assert spent_s == pytest.approx(whole["end_s"] - whole["start_s"], rel=0.03)

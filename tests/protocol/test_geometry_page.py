@@ -34,7 +34,7 @@ def test_the_example_takes_as_many_reads_as_kvbus_plan_says() -> None:
     plan = planned(prefill=f"tp=2,block=2,{shape}", decode=f"layout=HND,block=4,{shape}", tokens=5)
 
     direct, staged, packed = (plan["paths"][path] for path in ("direct", "staged", "packed"))
-    assert (direct["boxes"], direct["scattered_bytes"]) == (0, 0)
+    assert (direct["tiles"], direct["scattered_bytes"]) == (0, 0)
     assert f"**direct** takes {direct['descriptors']} READs, no copy." in TEXT
     assert f"**staged** takes {staged['descriptors']} READs:" in TEXT
     assert packed["bytes"] == packed["scattered_bytes"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, ProtocolError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol import (
-    Claim,
+    Acquire,
     ErrorBody,
     HandshakeDone,
     MakeOffer,
@@ -41,7 +41,7 @@ OFFER: dict[str, Any] = {
     "num_tokens": 3,
     "tables": {"full": {"ids": b"\x01\0\0\0"}},
 }
-CLAIM = {"agent_boot": "b", "offer_id": "o", "reader_id": "r", "lease_s": 5, "secret": RIGHT}
+ACQUIRE = {"agent_boot": "b", "offer_id": "o", "reader_id": "r", "lease_s": 5, "secret": RIGHT}
 
 
 def packed(body: object) -> Any:
@@ -122,7 +122,7 @@ def test_a_body_nested_deeper_than_the_stack_is_refused_or_taken() -> None:
 def test_a_whole_second_may_travel_as_an_integer_and_absent_fields_have_their_defaults() -> None:
     offer = from_body(MakeOffer, packed(OFFER))
 
-    assert from_body(Claim, packed(CLAIM)).lease_s == 5.0
+    assert from_body(Acquire, packed(ACQUIRE)).lease_s == 5.0
     assert (offer.sealed, offer.ttl_s) == (True, None)
     assert offer.tables["full"] == BlockTable.of([1])
 

@@ -140,15 +140,15 @@ async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_ag
         await offer.withdraw()
 
 
-async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_token(
+async def test_a_lease_is_of_the_key_that_acquired_it_though_another_knows_its_token(
     ring: KeyRing, prefill: AgentProcess
 ) -> None:
     owner, other = (ring.curve(name, "prefill") for name in ("any-decode", "decode"))
     async with engine(prefill.attach) as source:
         offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
         named = {key: offer.ticket[key] for key in ("agent_boot", "offer_id")}
-        claim = {**named, "secret": offer.ticket["secret"], "reader_id": "r", "lease_s": 20.0}
-        granted = ask(prefill.peer, "claim", claim, curve=owner)["ok"]
+        acquire = {**named, "secret": offer.ticket["secret"], "reader_id": "r", "lease_s": 20.0}
+        granted = ask(prefill.peer, "acquire", acquire, curve=owner)["ok"]
         lease = {**named, "epoch": granted["epoch"], "token": granted["token"]}
         renew, release = {**lease, "lease_s": 20.0}, {**lease, "code": "cancelled"}
 
@@ -173,9 +173,10 @@ def test_a_key_in_use_loses_a_role_with_an_edit_in_place_and_everything_with_its
     with plain(zmq.DEALER, prefill.peer, curve) as dealer:
 
         def codes(request_id: int) -> list[str]:
-            """What it is answered to a claim without a body, and to a question for the status."""
+            """What it is answered to an acquire without a body, and to a question for the
+            status."""
             told = []
-            for op in ("claim", "status"):
+            for op in ("acquire", "status"):
                 dealer.send(msgpack.packb(envelope(op, request_id)))
                 told.append(msgpack.unpackb(dealer.recv()).get("error", {"code": "ok"})["code"])
                 request_id += 1

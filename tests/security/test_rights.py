@@ -47,8 +47,8 @@ class Leased:
             "engine_id": ticket["engine_id"],
             "memory_id": done["memory_id"],
         }
-        claim = {**self.offer, "secret": ticket["secret"], "reader_id": "r", "lease_s": 30.0}
-        granted = ask(agent.peer, "claim", claim)["ok"]
+        acquire = {**self.offer, "secret": ticket["secret"], "reader_id": "r", "lease_s": 30.0}
+        granted = ask(agent.peer, "acquire", acquire)["ok"]
         self.lease = {**self.offer, "epoch": granted["epoch"]}
         self.rights = {
             "secret": ticket["secret"],
@@ -62,16 +62,16 @@ class Leased:
 
     @property
     def pack(self) -> Body:
-        """The box of one token block of a head, with all rights to it."""
+        """The tile of one token block of a head, with all rights to it."""
         axes = ["layer", "kv", "token", "head", "dim", "block"]
-        box = {"group": "full", "layers": [0], "parts": ["k"], "first_head": 0, "num_heads": 1}
+        tile = {"group": "full", "layers": [0], "parts": ["k"], "first_head": 0, "num_heads": 1}
         return {
             **self.memory,
             **self.lease,
             "token": self.rights["token"],
             "access": self.rights["access"],
             "rank": 0,
-            "box": {**box, "start": 0, "stop": 16},
+            "tile": {**tile, "start": 0, "stop": 16},
             "order": {"axes": axes, "block_size": 1},
             "table": {"ids": b"\1\0\0\0"},
             "slot_lease_s": 30.0,
@@ -80,7 +80,7 @@ class Leased:
     def requests(self) -> dict[str, tuple[Body, str]]:
         """All that may be asked, and the right to it."""
         return {
-            "claim": ({**self.offer, "reader_id": "x", "lease_s": 1e-3}, "secret"),
+            "acquire": ({**self.offer, "reader_id": "x", "lease_s": 1e-3}, "secret"),
             "take": ({**self.offer, "reader_id": "x", "token": FORGED, "tables": {}}, "secret"),
             "withdraw": (self.offer, "secret"),
             "renew": ({**self.renewal, "lease_s": 1e-3}, "token"),
@@ -236,7 +236,7 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(
         }
 
     assert decode.says("handoff.history")
-    assert "Claim" in texts["histories"]
+    assert "Acquire" in texts["histories"]
     rights = [
         source.control.connection.boot,
         target.control.connection.boot,

@@ -8,11 +8,11 @@ from tests.sim.handoffs import Plan
 from tests.sim.worlds import quick, words
 
 DIRECT = [
-    *("offer", "offer: ok", "fetch", "claim", "claim: ok", "take", "take: ok", "released"),
+    *("offer", "offer: ok", "fetch", "acquire", "acquire: ok", "take", "take: ok", "released"),
     "fetch: ok",
 ]
 BY_WORD = ["offer", "offer: ok", "fetch", "fetch: ok", "taken", "released", "taken: ok"]
-"""A mapped read has no claim, and so two messages less."""
+"""A mapped read has no acquire, and so two messages less."""
 
 
 def said(world: Cluster) -> list[str]:

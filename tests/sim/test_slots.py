@@ -9,7 +9,7 @@ from tests.sim.worlds import HND, quick
 
 FEW = 4
 LONG = Plan(num_tokens=480, timeout_s=30.0)
-"""Of several boxes, as a slot has room for 4 KiB."""
+"""Of several tiles, as a slot has room for 4 KiB."""
 
 
 def test_many_fetches_from_a_frozen_prefill_agent_leave_slots_for_others() -> None:
@@ -45,11 +45,11 @@ def test_where_an_agent_has_no_staging_kv_is_read_directly_or_not_at_all(
         assert world.end_of(world.give(Plan())) == ends
 
 
-def test_fetches_of_more_boxes_than_may_wait_are_repeated_and_complete(
+def test_fetches_of_more_tiles_than_may_wait_are_repeated_and_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvbus_prefill.gather.MAX_PACKS", 3)
-    monkeypatch.setattr("kvbus_decode.config.BOXES_IN_FLIGHT", 8)
+    monkeypatch.setattr("kvbus_decode.config.TILES_IN_FLIGHT", 8)
     few, packed = {"staging_bytes": 1 << 12}, {"path": "packed"}
     settings = quick(decode=HND, prefill_config=few, decode_config=packed, part_s=0.1)
     with cluster_of(settings) as world:

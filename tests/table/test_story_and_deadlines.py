@@ -81,7 +81,7 @@ def test_a_story_keeps_its_last_steps_as_text_and_nothing_that_they_were_about()
     things: list[object] = [event, event.error, command]
     kept = [weakref.ref(thing) for thing in things]
     history.note(7.0, Wanted(), "reading", [command, command])
-    history.note(7.25, event, "failed", [], "leg 3")
+    history.note(7.25, event, "failed", [], "transfer 3")
     del event, command, things
     gc.collect()
     lines = list(history.lines())
@@ -92,7 +92,7 @@ def test_a_story_keeps_its_last_steps_as_text_and_nothing_that_they_were_about()
     assert [ref() for ref in kept] == [None] * 3
     assert lines == [
         "+0.000000 s  Wanted -> reading: Wanted, Wanted",
-        "+0.250000 s  leg 3 Wanted (busy: no) -> failed: -",
+        "+0.250000 s  transfer 3 Wanted (busy: no) -> failed: -",
     ]
     assert len(last) == MAX_STEPS
     assert "state 0" in last[0]

@@ -49,16 +49,16 @@ OFFER = (
     Span("open", 0.0, 4.0, 1),
     Span("sealed", 4.0, 9.0, 1),
     Span("leased", 2.0, 9.0, 1),
-    Span("gathering", 5.0, 6.0, 2, "box 1"),
+    Span("gathering", 5.0, 6.0, 2, "tile 1"),
 )
 FETCH = (
     Span("fetch", 1.0, 10.0),
-    Span("claiming", 1.0, 2.0, 1),
+    Span("acquiring", 1.0, 2.0, 1),
     Span("waiting", 2.0, 4.5, 1),
     Span("reading", 4.5, 9.0, 1),
-    Span("packing", 4.5, 6.0, 2, "leg 0"),
-    Span("READ", 6.0, 8.5, 2, "leg 0"),
-    Span("READ", 6.5, 9.0, 2, "leg 1"),
+    Span("packing", 4.5, 6.0, 2, "transfer 0"),
+    Span("READ", 6.0, 8.5, 2, "transfer 0"),
+    Span("READ", 6.5, 9.0, 2, "transfer 1"),
     Span("taking", 9.0, 10.0, 1),
 )
 READ = prefill(*OFFER), decode(*FETCH)
@@ -70,7 +70,7 @@ def failed_fetch(*, at_s: float = 22.0, reason: str = REASON) -> AgentTrace:
     return decode(
         Span("fetch", at_s, at_s + 0.0017, 0, "", reason),
         Span("resolving", at_s, at_s + 0.001, 1),
-        Span("claiming", at_s + 0.001, at_s + 0.0017, 1, "", reason),
+        Span("acquiring", at_s + 0.001, at_s + 0.0017, 1, "", reason),
     )
 
 
@@ -141,14 +141,14 @@ def test_the_verdict_names_the_largest_share(agents: tuple[AgentTrace, ...], ver
     ("agents", "expected"),
     [
         (READ, ""),
-        ((UNREAD, failed_fetch()), f"the fetch failed after 1.700 ms (claiming): {REASON}"),
+        ((UNREAD, failed_fetch()), f"the fetch failed after 1.700 ms (acquiring): {REASON}"),
         (
             (UNREAD, failed_fetch(reason=CANCELLED)),
-            f"the fetch was cancelled after 1.700 ms (claiming): {CANCELLED}",
+            f"the fetch was cancelled after 1.700 ms (acquiring): {CANCELLED}",
         ),
         (
             (failed_fetch(at_s=9.0), failed_fetch(at_s=3.0, reason="busy"), decode(*FETCH)),
-            f"2 of 3 fetches failed, the last after 1.700 ms (claiming): {REASON}",
+            f"2 of 3 fetches failed, the last after 1.700 ms (acquiring): {REASON}",
         ),
         (
             (decode(Span("fetch", 0.0, 0.5, 0, "", "timeout: no answer")),),
@@ -164,11 +164,11 @@ def test_a_fetch_that_failed_is_said_with_when_where_and_why(
 
 
 def test_what_ended_spans_is_said_once_with_the_innermost() -> None:
-    leg = Span("READ", 22.001, 22.0015, 2, "leg 1", "transfer_failed: no route")
+    transfer = Span("READ", 22.001, 22.0015, 2, "transfer 1", "transfer_failed: no route")
 
-    told = reasons(timeline(decode(*failed_fetch().spans, leg)))
+    told = reasons(timeline(decode(*failed_fetch().spans, transfer)))
 
-    assert told == {REASON: "claiming", "transfer_failed: no route": "READ leg 1"}
+    assert told == {REASON: "acquiring", "transfer_failed: no route": "READ transfer 1"}
 
 
 def drawn(shown: Timeline, width: int = 80) -> list[str]:
@@ -190,9 +190,11 @@ def test_each_span_has_its_name_its_times_and_a_bar_where_it_lies() -> None:
 
 
 def test_many_spans_that_are_alike_are_one_line() -> None:
-    legs = [Span("READ", 1.0 + n, 2.0 + n, 2, f"leg {n}") for n in range(9)]
+    transfers = [Span("READ", 1.0 + n, 2.0 + n, 2, f"transfer {n}") for n in range(9)]
 
-    lines = drawn(timeline(decode(Span("fetch", 0.0, 10.0), Span("reading", 1.0, 10.0, 1), *legs)))
+    lines = drawn(
+        timeline(decode(Span("fetch", 0.0, 10.0), Span("reading", 1.0, 10.0, 1), *transfers))
+    )
 
     (line,) = [line for line in lines if "READ" in line]
     assert line.split()[:5] == ["READ", "x", "9", "1000.000", "9000.000"]
@@ -205,7 +207,7 @@ def test_a_long_reason_takes_no_room_from_names_and_numbers(width: int) -> None:
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.strip()}
     assert rows["span"] == ["from", "ms"]
     assert rows["sealed"] == ["0.000", "22837.028"]
-    assert rows["claiming"] == ["22001.000", "0.700"]
+    assert rows["acquiring"] == ["22001.000", "0.700"]
     assert {"prefill", "decode"} <= rows.keys()
 
 

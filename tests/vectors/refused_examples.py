@@ -14,7 +14,7 @@ from kvbus.memory.attach import LENGTH_BYTES
 BOOT = "raw-engine"
 STATUS = {"v": 1, "op": "status", "id": 7, "boot": BOOT, "body": {}}
 SECRET = "0" * 32
-CLAIM = {
+ACQUIRE = {
     "agent_boot": "earlier",
     "offer_id": "o",
     "secret": SECRET,
@@ -95,21 +95,21 @@ TWICE: dict[str, bytes] = {
     ),
 }
 INVALID: dict[str, tuple[str, dict[str, Any]]] = {
-    "a field that is missing": ("claim", {}),
-    "a number for text": ("claim", {**CLAIM, "offer_id": 1}),
-    "text that is empty": ("claim", {**CLAIM, "offer_id": ""}),
-    "text that is too long": ("claim", {**CLAIM, "offer_id": "o" * 257}),
-    "a duration of 0": ("claim", {**CLAIM, "lease_s": 0}),
-    "a duration below 0": ("claim", {**CLAIM, "lease_s": -1.0}),
-    "a secret that is too short": ("claim", {**CLAIM, "secret": "short"}),
-    "a duration that is no number": ("claim", {**CLAIM, "lease_s": float("nan")}),
+    "a field that is missing": ("acquire", {}),
+    "a number for text": ("acquire", {**ACQUIRE, "offer_id": 1}),
+    "text that is empty": ("acquire", {**ACQUIRE, "offer_id": ""}),
+    "text that is too long": ("acquire", {**ACQUIRE, "offer_id": "o" * 257}),
+    "a duration of 0": ("acquire", {**ACQUIRE, "lease_s": 0}),
+    "a duration below 0": ("acquire", {**ACQUIRE, "lease_s": -1.0}),
+    "a secret that is too short": ("acquire", {**ACQUIRE, "secret": "short"}),
+    "a duration that is no number": ("acquire", {**ACQUIRE, "lease_s": float("nan")}),
     "an epoch of 0": ("release", {"agent_boot": "b", "offer_id": "o", "epoch": 0}),
     "an epoch that is a float": ("release", {**LEASE, "epoch": 1.5}),
     "an epoch that is text": ("release", {**LEASE, "epoch": "one"}),
     "a handshake without its engine": ("handshake", {"min_protocol": 1}),
 }
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a boot id of another process": ("claim", CLAIM, "stale"),
+    "a boot id of another process": ("acquire", ACQUIRE, "stale"),
     "an op of the engine socket": ("offer", {}, "unknown_op"),
     "an op that nobody has": ("make_coffee", {}, "unknown_op"),
 }
@@ -152,7 +152,7 @@ def refused() -> Iterator[Refused]:
         yield Refused(why, "prefill peer", "invalid", (status(op=op, body=body),))
     for why, (op, body, code) in UNKNOWN.items():
         yield Refused(why, "prefill peer", code, (status(op=op, body=body),))
-    for op in ("claim", "fetch"):
+    for op in ("acquire", "fetch"):
         yield Refused(f"'{op}' at a decode agent", "decode peer", "unknown_op", (status(op=op),))
     for op in ("register", "ready", "detach", "offer", "seal", "fetch", "cancel"):
         yield Refused(f"'{op}' before hello", "engine", "not_registered", (status(op=op),))

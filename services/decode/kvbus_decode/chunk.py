@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvbus.agent.engine import LocalEngine
 from kvbus.data.messages import Turn
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.geometry import BlockTable, Box, num_blocks_for
+from kvbus.geometry import BlockTable, Tile, num_blocks_for
 from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
@@ -98,10 +98,10 @@ class Chunk:
         """Return the time to the fetch's deadline, at least 1 ms."""
         return max(1e-3, self.fetch.deadline - now)
 
-    def blocks_of(self, box: Box) -> BlockTable:
-        table = self.wanted.tables[box.group]
-        size = self.route.prefill.group(box.group).block_size
-        first, end = box.start // size, num_blocks_for(box.stop, size)
+    def blocks_of(self, tile: Tile) -> BlockTable:
+        table = self.wanted.tables[tile.group]
+        size = self.route.prefill.group(tile.group).block_size
+        first, end = tile.start // size, num_blocks_for(tile.stop, size)
         at = first - table.first_block
         return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
 

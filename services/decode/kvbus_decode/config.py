@@ -19,8 +19,8 @@ TAKE_GRACE_S = 1.0
 
 If the take succeeded, the offer has ended, and the fetch completes this much late."""
 SAMPLED_ONE_IN = 64
-BOXES_IN_FLIGHT = 3
-"""Most packed boxes of one fetch in flight."""
+TILES_IN_FLIGHT = 3
+"""Most packed tiles of one fetch in flight."""
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     lease_s: Duration = 10.0
     """Requested duration of a lease; renewed after a third of it."""
     request_timeout_s: Duration = 5.0
-    """Time after which a prefill agent without a reply to a handshake or a claim counts as
+    """Time after which a prefill agent without a reply to a handshake or an acquire counts as
     unreachable."""
     allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
     """Addresses that this agent may connect to, such as `10.0.0.7`, `10.1.0.0/16:7701-7702` or
@@ -91,7 +91,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:
         return ReadLimits(
-            legs_in_flight=BOXES_IN_FLIGHT,
+            transfers_in_flight=TILES_IN_FLIGHT,
             num_slots=num_slots,
             quarantine_s=self.quarantine_timeout_s,
         )

@@ -24,7 +24,7 @@ from kvbus.table import History
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
 from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.read_table import LegState
+from kvbus_decode.read_table import TransferState
 
 log = structlog.get_logger()
 
@@ -129,13 +129,13 @@ def log_fetched(report: ev.ReportFetched) -> None:
 
 
 FETCH = Reading(ends=ENDS, cuts=(ev.ReadChunk,))
-LEGS = Reading(
-    ends=(LegState.OVER,),
+TRANSFERS = Reading(
+    ends=(TransferState.OVER,),
     names={
-        ("", LegState.READING): "READ",
-        (LegState.PACKING, LegState.READING): "READ",
-        (LegState.QUEUED, LegState.READING): "READ",
-        (LegState.READING, LegState.COPYING): "scattering",
+        ("", TransferState.READING): "READ",
+        (TransferState.PACKING, TransferState.READING): "READ",
+        (TransferState.QUEUED, TransferState.READING): "READ",
+        (TransferState.READING, TransferState.COPYING): "scattering",
     },
 )
 
@@ -180,18 +180,22 @@ def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
         attributes=_attributes(fetch),
     )
     if reads is not None:
-        legs = [span for span in state_spans(reads, LEGS, depth=2) if span.about]
+        transfers = [span for span in state_spans(reads, TRANSFERS, depth=2) if span.about]
     else:
-        legs = _copied_at_once(fetch, stages)
-    return [root, *nested(stages, legs), *pending]
+        transfers = _copied_at_once(fetch, stages)
+    return [root, *nested(stages, transfers), *pending]
 
 
 def _copied_at_once(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
-    """Return the spans of short copies of mapped memory: they have no leg in the read table."""
+    """Return the spans of short copies of mapped memory: they have no transfer in the read
+    table."""
     if fetch.path != Path.MAPPED:
         return []
     reading = [one for one in stages if one.name == FetchState.READING]
-    return [Span(LegState.COPYING.value, one.start_s, one.end_s, 2, "leg 0") for one in reading]
+    return [
+        Span(TransferState.COPYING.value, one.start_s, one.end_s, 2, "transfer 0")
+        for one in reading
+    ]
 
 
 def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:

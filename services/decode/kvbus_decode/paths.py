@@ -11,7 +11,7 @@ from kvbus.planning import (
     bytes_by_group,
     choose_path,
     span_bytes,
-    usual_box_bytes,
+    usual_tile_bytes,
 )
 from kvbus.protocol.tools import Cost, Predicted
 from kvbus_decode.chunk import Chunk
@@ -63,13 +63,13 @@ class PathChooser:
     def _choose(
         self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
     ) -> PathChoice:
-        """Choose by cost. A box must fit the slots of both sides, or `cut_into_boxes` raises."""
+        """Choose by cost. A tile must fit the slots of both sides, or `cut_into_tiles` raises."""
         if Path.MAPPED in paths:
             return PathChoice(Path.MAPPED)
         num_bytes = route.num_bytes(spans)
         if not num_bytes or paths == (Path.DIRECT,):  # only a tail to zero
             return PathChoice(paths[0])
-        slot_bytes, least = self._slot_bytes(route), route.least_box_bytes
+        slot_bytes, least = self._slot_bytes(route), route.least_tile_bytes
         plans = route.plans(replica_index)
         staged = [one for plan in plans for one in plan.staged]
         path = choose_path(
@@ -83,8 +83,8 @@ class PathChooser:
             return PathChoice(path)
         if path is Path.STAGED:
             slot_bytes, least = self._staging.slot_bytes, 1
-        box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=slot_bytes)
-        return PathChoice(path, box_bytes)
+        tile_bytes = usual_tile_bytes(num_bytes, least=least, slot_bytes=slot_bytes)
+        return PathChoice(path, tile_bytes)
 
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
         """Return the open paths. Only mapped memory may close while the route is used.
@@ -115,9 +115,9 @@ class PathChooser:
 
 
 def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | None:
-    """Return what the fetch can read before it has a lease, or None if it must claim first.
+    """Return what the fetch can read before it has a lease, or None if it must acquire first.
 
-    A box is packed under an epoch. Agents without the lease drive their part of a read only on
+    A tile is packed under an epoch. Agents without the lease drive their part of a read only on
     request. Raises `ProtocolError` when the ticket's blocks are invalid.
     """
     if choice.path not in UNPACKED or not _names_all(requested):
@@ -128,7 +128,7 @@ def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | 
     # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
     # (CMA) makes it.
     is_copied = choice.path is Path.MAPPED or route.home.is_undriven
-    return Ahead(requested.ticket.tables(), claims=not is_copied)
+    return Ahead(requested.ticket.tables(), acquires=not is_copied)
 
 
 def _names_all(requested: Requested) -> bool:

@@ -28,7 +28,7 @@ SILENT_S = 5.0
 FORGET_PEER_S = 60.0
 """An unused peer that is silent for this long is dropped."""
 REQUESTS_OF_A_FETCH = 8
-"""Maximum in flight to a peer for one fetch: claim or renewal, packs, releases."""
+"""Maximum in flight to a peer for one fetch: acquire or renewal, packs, releases."""
 
 ENGINE_READY, ENGINE_LOST = "engine.ready", "engine.lost"
 TOPICS = (

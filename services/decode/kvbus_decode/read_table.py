@@ -1,10 +1,11 @@
-"""State machine of all reads of a decode agent: legs, slots here, and the end of a read (sans-IO).
+"""State machine of all reads of a decode agent: transfers, slots here, and the end of a read
+(sans-IO).
 
-    ChunkWanted ─▶ legs ─▶ up to `legs_in_flight` with slots ─▶ ... ─▶ next round ─▶ ReadEnded
+    ChunkWanted ─▶ transfers ─▶ `transfers_in_flight` with slots ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
                               ▼ │ slots here, fairly between holders
 
-The stages of a leg depend on the path:
+The stages of a transfer depend on the path:
 
     direct       wanted ────────────────────────▶ reading ─────────────▶ over
     staged       wanted ────────────▶ queued ───▶ reading ─▶ copying ──▶ over
@@ -13,9 +14,9 @@ The stages of a leg depend on the path:
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
 
-NIXL and threads cannot be cancelled. A leg that may write into the engine's blocks is reading
+NIXL and threads cannot be cancelled. A transfer that may write into the engine's blocks is reading
 without a slot, or copying. It stays live until the data process reports its end, or ends itself.
-All other legs stop immediately. Only `ReadEnded` frees blocks, even after an abort or a loss.
+All other transfers stop immediately. Only `ReadEnded` frees blocks, even after an abort or a loss.
 
 Rounds run one after the other: read, zero, compare. The comparison thus sees the final bytes.
 """
@@ -36,19 +37,19 @@ from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99
 """Usable share of a slot's lease: the holder's clock may be faster, and a late READ would return
-another box's bytes unnoticed. Leases of offers need no margin, since their agent confirms them.
+another tile's bytes unnoticed. Leases of offers need no margin, since their agent confirms them.
 """
 
 
-class LegState(StrEnum):
+class TransferState(StrEnum):
     WANTED = "wanted"
-    """It waits for its turn: the number of legs in flight is bounded."""
+    """It waits for its turn: the number of transfers in flight is bounded."""
 
     PACKING = "packing"
-    """The holder packs its box."""
+    """The holder packs its tile."""
 
     QUEUED = "queued"
-    """It waits for a slot here; a packed box is in a slot at its holder."""
+    """It waits for a slot here; a packed tile is in a slot at its holder."""
 
     READING = "reading"
     """A READ is planned or posted."""
@@ -63,25 +64,25 @@ class LegState(StrEnum):
     """No write is in flight."""
 
 
-WANTED, PACKING, QUEUED = LegState.WANTED, LegState.PACKING, LegState.QUEUED
-READING, COPYING = LegState.READING, LegState.COPYING
-COMPARING, OVER = LegState.COMPARING, LegState.OVER
+WANTED, PACKING, QUEUED = TransferState.WANTED, TransferState.PACKING, TransferState.QUEUED
+READING, COPYING = TransferState.READING, TransferState.COPYING
+COMPARING, OVER = TransferState.COMPARING, TransferState.OVER
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Leg:
+class Transfer:
     """Unit of work of a read; ``work`` is opaque here.
 
     ``slot_id`` names its slot at ``source``, ``slot`` is the number of its slot on ``device`` here.
     """
 
-    stages: tuple[LegState, ...]
+    stages: tuple[TransferState, ...]
     work: Any = None
     source: Hashable = None
     device: Hashable = None
     number: int = 0
     read: Optional["ReadEntry"] = None
-    state: LegState = WANTED
+    state: TransferState = WANTED
     num_begun: int = 0
     asked_at: float = 0.0
     slot_id: int | None = None
@@ -90,7 +91,7 @@ class Leg:
 
 
 class ChunkWanted(Value, frozen=True):
-    """Event: read a chunk into the blocks of ``engine``. Legs of higher ``priority`` get slots
+    """Event: read a chunk into the blocks of ``engine``. Transfers of higher ``priority`` get slots
     first.
 
     ``path`` and ``nixl_agent`` are only copied to `ReadEnded`.
@@ -98,19 +99,19 @@ class ChunkWanted(Value, frozen=True):
 
     key: str
     engine: Hashable
-    rounds: tuple[tuple[Leg, ...], ...]
+    rounds: tuple[tuple[Transfer, ...], ...]
     path: str = ""
     priority: int = 0
     nixl_agent: str = ""
 
 
 class StageEnded(Value, frozen=True):
-    """Event: the current stage of a leg has ended, and no write of it is in flight.
+    """Event: the current stage of a transfer has ended, and no write of it is in flight.
 
     The lease of a packed slot starts at the request.
     """
 
-    leg: Leg
+    transfer: Transfer
     num_bytes: int = 0
     error: KVBusError | None = None
     slot_id: int | None = None
@@ -122,13 +123,13 @@ class EngineGone(Value, frozen=True):
     error: KVBusError
 
 
-class LegDue(Value, frozen=True):
-    """Internal event: the leg may start, or has a slot here."""
+class TransferDue(Value, frozen=True):
+    """Internal event: the transfer may start, or has a slot here."""
 
     slot: int | None = None
 
 
-class LegStopped(Value, frozen=True):
+class TransferStopped(Value, frozen=True):
     """Internal event: the read failed or was stopped."""
 
 
@@ -136,20 +137,20 @@ Event = ChunkWanted | StageEnded | StopReads | EngineGone | Stopped | DeadlinePa
 
 
 class Begin(Value, frozen=True):
-    """Command: begin ``stage`` of the leg. The agent dispatches one `StageEnded` in return.
+    """Command: begin ``stage`` of the transfer. The agent dispatches one `StageEnded` in return.
 
     ``done`` are slots at the holder that have been read. A pack request releases them.
     """
 
-    leg: Leg
-    stage: LegState
+    transfer: Transfer
+    stage: TransferState
     done: tuple[int, ...] = ()
 
 
 class Abort(Value, frozen=True):
     """Command: begin no further part of the stage. `StageEnded` follows when nothing runs."""
 
-    leg: Leg
+    transfer: Transfer
 
 
 class ReleaseSlots(Value, frozen=True):
@@ -171,16 +172,16 @@ Commands = list[Command]
 
 @dataclass(slots=True, eq=False)
 class ReadEntry:
-    """State of one read. ``live`` are its legs that have started and are not over.
+    """State of one read. ``live`` are its transfers that have started and are not over.
 
     The next request to a source releases its ``read_slots``.
     """
 
     wanted: ChunkWanted
     history: History = field(default_factory=History)
-    live: dict[Leg, None] = field(default_factory=dict)
-    waiting: deque[Leg] = field(default_factory=deque)
-    rounds: deque[tuple[Leg, ...]] = field(init=False)
+    live: dict[Transfer, None] = field(default_factory=dict)
+    waiting: deque[Transfer] = field(default_factory=deque)
+    rounds: deque[tuple[Transfer, ...]] = field(init=False)
     read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
     error: KVBusError | None = None
@@ -200,26 +201,30 @@ class ReadEntry:
         """Return the first end of the lease of an unread slot or, while draining, `replace_at`."""
         if self.replace_at is not None:
             return self.replace_at
-        times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
+        times = [
+            transfer.slot_expires_at
+            for transfer in self.live
+            if transfer.slot_expires_at is not None
+        ]
         return min(times, default=None)
 
-    def turn_of(self, leg: Leg) -> Key:
-        return Key(leg.source, self.wanted.priority)
+    def turn_of(self, transfer: Transfer) -> Key:
+        return Key(transfer.source, self.wanted.priority)
 
-    def next_leg(self, most_queued: int) -> Leg | None:
-        """Remove and return the leg that may start now, if any."""
+    def next_transfer(self, most_queued: int) -> Transfer | None:
+        """Remove and return the transfer that may start now, if any."""
         while not self.waiting and not self.live and self.rounds and self.error is None:
             self.waiting.extend(self.rounds.popleft())
         if not self.waiting:
             return None
         if QUEUED in self.waiting[0].stages:
-            num_queued = sum(QUEUED in leg.stages for leg in self.live)
+            num_queued = sum(QUEUED in transfer.stages for transfer in self.live)
             if num_queued >= most_queued:
                 return None
         return self.waiting.popleft()
 
     def release_slots(self) -> Commands:
-        asked = {leg.source for leg in self.waiting}
+        asked = {transfer.source for transfer in self.waiting}
         sources = [source for source in self.read_slots if source not in asked]
         return [ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
 
@@ -228,53 +233,53 @@ class ReadEntry:
         self.rounds.clear()
 
 
-def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
-    if isinstance(event, LegDue):
-        leg.slot = event.slot
-    leg.state = leg.stages[leg.num_begun]
-    leg.num_begun += 1
-    if leg.state is QUEUED:
+def begin(read: ReadEntry, transfer: Transfer, event: object, now: float) -> Commands:
+    if isinstance(event, TransferDue):
+        transfer.slot = event.slot
+    transfer.state = transfer.stages[transfer.num_begun]
+    transfer.num_begun += 1
+    if transfer.state is QUEUED:
         return []
-    if leg.state is not PACKING:
-        return [Begin(leg, leg.state)]
-    leg.asked_at = now
-    return [Begin(leg, PACKING, tuple(read.read_slots.pop(leg.source, ())))]
+    if transfer.state is not PACKING:
+        return [Begin(transfer, transfer.state)]
+    transfer.asked_at = now
+    return [Begin(transfer, PACKING, tuple(read.read_slots.pop(transfer.source, ())))]
 
 
-def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
-    """Begin the next stage, or end the leg.
+def go_on(read: ReadEntry, transfer: Transfer, event: StageEnded, now: float) -> Commands:
+    """Begin the next stage, or end the transfer.
 
     `_expire` has failed the read by now if the READ outlived its slot's lease.
     """
     read.num_bytes += event.num_bytes
     read.error = read.error or event.error
     if event.slot_id is not None:
-        leg.slot_id = event.slot_id
-        leg.slot_expires_at = leg.asked_at + USABLE_SHARE * event.slot_lease_s
-    if read.error is not None or leg.num_begun == len(leg.stages):
-        leg.state = OVER
+        transfer.slot_id = event.slot_id
+        transfer.slot_expires_at = transfer.asked_at + USABLE_SHARE * event.slot_lease_s
+    if read.error is not None or transfer.num_begun == len(transfer.stages):
+        transfer.state = OVER
         return []
-    return begin(read, leg, event, now)
+    return begin(read, transfer, event, now)
 
 
-def drop(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
-    leg.state = OVER
+def drop(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
+    transfer.state = OVER
     return []
 
 
-def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
+def abort(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
     """NIXL cannot cancel a posted READ, and a thread finishes its part."""
-    return [Abort(leg)]
+    return [Abort(transfer)]
 
 
 TRANSITIONS = transitions(
-    ((WANTED,), (LegDue,), begin, (PACKING, QUEUED, READING, COPYING, COMPARING)),
+    ((WANTED,), (TransferDue,), begin, (PACKING, QUEUED, READING, COPYING, COMPARING)),
     ((PACKING,), (StageEnded,), go_on, (QUEUED, OVER)),
-    ((QUEUED,), (LegDue,), begin, (READING,)),
+    ((QUEUED,), (TransferDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
     ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
-    ((PACKING, QUEUED, COMPARING), (LegStopped,), drop, (OVER,)),
-    ((READING, COPYING), (LegStopped,), abort, ()),
+    ((PACKING, QUEUED, COMPARING), (TransferStopped,), drop, (OVER,)),
+    ((READING, COPYING), (TransferStopped,), abort, ()),
 )
 
 
@@ -282,7 +287,7 @@ TRANSITIONS = transitions(
 class ReadLimits:
     """Bounds. A read that drains for ``quarantine_s`` causes the data process to be replaced."""
 
-    legs_in_flight: int = 4
+    transfers_in_flight: int = 4
     num_slots: int = 16
     quarantine_s: float = 10.0
     max_retired_bytes: int = 4 << 20
@@ -296,7 +301,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         self.stopped = False
         # A holder that hangs while it is read keeps at most half of the slots, the next one half of
         # the rest, and so on. None can take all.
-        self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(
+        self._pools: defaultdict[Hashable, FairPool[Transfer]] = defaultdict(
             lambda: FairPool(limits.num_slots, may_have=lambda held, free: held < free)
         )
 
@@ -325,17 +330,17 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return self._stop(reads, error, now)
 
     def _end_stage(self, event: StageEnded, now: float) -> Commands:
-        leg, slot_id = event.leg, event.slot_id
-        if (read := leg.read) is not None:
-            return self._apply_leg(leg, event, now) + self._go_on(read, now)
-        return [] if slot_id is None else [ReleaseSlots(leg.source, (slot_id,))]
+        transfer, slot_id = event.transfer, event.slot_id
+        if (read := transfer.read) is not None:
+            return self._apply_transfer(transfer, event, now) + self._go_on(read, now)
+        return [] if slot_id is None else [ReleaseSlots(transfer.source, (slot_id,))]
 
     def _start(self, wanted: ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
             error = _stopped() if self.stopped else LocalError("the read is under way")
             return [ReadEnded(wanted.key, 0, error)]
-        for number, leg in enumerate(chain.from_iterable(wanted.rounds)):
-            leg.number = number
+        for number, transfer in enumerate(chain.from_iterable(wanted.rounds)):
+            transfer.number = number
         read = ReadEntry(wanted)
         if (before := self._forget(wanted.key)) is not None:
             read.history = before.history
@@ -354,15 +359,15 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         if read.error is not None and read.replace_at is None:
             read.replace_at = now + self.limits.quarantine_s
             read.waiting.clear()
-            for leg in list(read.live):
-                commands += self._apply_leg(leg, LegStopped(), now)
-        while (due := read.next_leg(self.limits.legs_in_flight)) is not None:
+            for transfer in list(read.live):
+                commands += self._apply_transfer(transfer, TransferStopped(), now)
+        while (due := read.next_transfer(self.limits.transfers_in_flight)) is not None:
             due.read, read.live[due] = read, None
-            commands += self._apply_leg(due, LegDue(), now)
+            commands += self._apply_transfer(due, TransferDue(), now)
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:
-                leg, slot = granted
-                commands += self._apply_leg(leg, LegDue(slot), now)
+                transfer, slot = granted
+                commands += self._apply_transfer(transfer, TransferDue(slot), now)
         if read.read_slots:
             commands += read.release_slots()
         if not read.waiting and not read.live and not read.is_over:
@@ -376,26 +381,26 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         self.deadlines.set(read.key, None if read.is_over else read.due_at)
         return commands
 
-    def _apply_leg(self, leg: Leg, event: object, now: float) -> Commands:
-        read, before = leg.read, leg.state
+    def _apply_transfer(self, transfer: Transfer, event: object, now: float) -> Commands:
+        read, before = transfer.read, transfer.state
         if read is None:
             return []
-        commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
-        state = leg.state
-        read.history.note(now, event, state, commands, f"leg {leg.number}")
+        commands: Commands = TRANSITIONS[before, type(event)].handler(read, transfer, event, now)
+        state = transfer.state
+        read.history.note(now, event, state, commands, f"transfer {transfer.number}")
         if state is QUEUED:
-            self._pools[leg.device].add(read.turn_of(leg), leg)
-        elif before is QUEUED and leg.slot is None:
-            self._pools[leg.device].discard(read.turn_of(leg), leg)
-        if leg.slot_id is not None and state in (COPYING, OVER):
-            read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
-            leg.slot_id = leg.slot_expires_at = None
+            self._pools[transfer.device].add(read.turn_of(transfer), transfer)
+        elif before is QUEUED and transfer.slot is None:
+            self._pools[transfer.device].discard(read.turn_of(transfer), transfer)
+        if transfer.slot_id is not None and state in (COPYING, OVER):
+            read.read_slots.setdefault(transfer.source, []).append(transfer.slot_id)
+            transfer.slot_id = transfer.slot_expires_at = None
         if state is OVER:
-            del read.live[leg]
-            leg.read = None
-            if leg.slot is not None:
-                self._pools[leg.device].release(leg.slot)
-                leg.slot = None
+            del read.live[transfer]
+            transfer.read = None
+            if transfer.slot is not None:
+                self._pools[transfer.device].release(transfer.slot)
+                transfer.slot = None
         return commands
 
     def _expire(self, now: float) -> Commands:

@@ -1,8 +1,8 @@
-"""Chunk reads: the path, its legs, and the read table that schedules them.
+"""Chunk reads: the path, its transfers, and the read table that schedules them.
 
-read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
-                                  ▲                        │
-                                  └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
+read_chunk ─▶ path ─▶ transfers ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
+                                       ▲                        │
+                                       └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
 """
 
 from collections import deque
@@ -15,20 +15,20 @@ from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.data.messages import HOST
-from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
+from kvbus.planning import Path, Share, cut_for_digests, cut_into_tiles
 from kvbus.table import Driver, History, Promise
 from kvbus.table.events import Stopped
 from kvbus_decode import read_table as ev
-from kvbus_decode.box_legs import CompareWork, PackedWork, StagedWork, ZeroWork, release_slots
 from kvbus_decode.chunk import Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Event as FetchEvent
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
-from kvbus_decode.legs import DirectWork, MappedWork, StageRunner, TransferContext
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChooser
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import PathChoice, SourcePlan
+from kvbus_decode.tile_transfers import CompareWork, PackedWork, StagedWork, ZeroWork, release_slots
+from kvbus_decode.transfers import DirectWork, MappedWork, StageRunner, TransferContext
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class Reader:
         context = TransferContext(agent, config.lease_s, metrics.digests.values)
         runner = StageRunner(context)
         self._driver.commands |= {
-            ev.Abort: lambda command: runner.abort(command.leg),
+            ev.Abort: lambda command: runner.abort(command.transfer),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.ReplaceDataProcess: self._replace_data_process,
         }
@@ -82,8 +82,8 @@ class Reader:
         if choice.path is Path.MAPPED and (num_bytes := self._copy_here(chunk)) is not None:
             promise(ReadEnded(key, num_bytes, None, Path.MAPPED.value if num_bytes else ""))
             return
-        first = list(self._legs_of(chunk, choice))
-        later = list(self._zero_legs(chunk)), list(self._compare_legs(chunk, choice.path))
+        first = list(self._transfers_of(chunk, choice))
+        later = list(self._zero_transfers(chunk)), list(self._compare_transfers(chunk, choice.path))
         self._reading[key] = promise
         self._dispatch(
             ev.ChunkWanted(
@@ -114,75 +114,78 @@ class Reader:
         await until(lambda: not self._table.num_reads(engine))
 
     def _copy_here(self, chunk: Chunk) -> int | None:
-        """Copy a short chunk on the event loop, without a leg. Raises as `MappedWork.copy_here`."""
+        """Copy a short chunk on the event loop, without a transfer. Raises as
+        `MappedWork.copy_here`."""
         if len(chunk.plans) != 1 or chunk.tail or chunk.one_in:
             return None
         return MappedWork(chunk=chunk, plan=chunk.plans[0]).copy_here(SHORT_BYTES)
 
-    def _legs_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
-        """Yield the legs that read.
+    def _transfers_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Transfer]:
+        """Yield the transfers that read.
 
-        Raises as `StagingDevices.at`, and `GeometryError` when boxes are too small to hold
+        Raises as `StagingDevices.at`, and `GeometryError` when tiles are too small to hold
         anything.
         """
         if choice.path in (Path.STAGED, Path.PACKED):
-            yield from self._box_legs(chunk, choice)
+            yield from self._tile_transfers(chunk, choice)
             return
         kind = DirectWork if choice.path is Path.DIRECT else MappedWork
         for plan in chunk.plans:
             work = kind(chunk=chunk, plan=plan)
-            yield ev.Leg(stages=work.stages, work=work, source=plan.source)
+            yield ev.Transfer(stages=work.stages, work=work, source=plan.source)
 
-    def _box_legs(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
-        """Yield the legs of all boxes. Sources and ranks take turns."""
-        queues, box_bytes = deque[Iterator[ev.Leg]](), choice.box_bytes
+    def _tile_transfers(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Transfer]:
+        """Yield the transfers of all tiles. Sources and ranks take turns."""
+        queues, tile_bytes = deque[Iterator[ev.Transfer]](), choice.tile_bytes
         for plan in chunk.plans:
             if choice.path is Path.PACKED:
-                legs_of = self._legs_of_share
-                queues += (legs_of(chunk, plan.source, one, box_bytes) for one in plan.joined)
+                transfers_of = self._transfers_of_share
+                queues += (transfers_of(chunk, plan.source, one, tile_bytes) for one in plan.joined)
             else:
                 indices = range(len(plan.staged))
-                queues += (self._staged_legs(chunk, plan, index, box_bytes) for index in indices)
+                queues += (
+                    self._staged_transfers(chunk, plan, index, tile_bytes) for index in indices
+                )
         while queues:
             queue = queues.popleft()
-            if (leg := next(queue, None)) is not None:
-                yield leg
+            if (transfer := next(queue, None)) is not None:
+                yield transfer
                 queues.append(queue)
 
-    def _staged_legs(
-        self, chunk: Chunk, plan: SourcePlan, index: int, box_bytes: int
-    ) -> Iterator[ev.Leg]:
+    def _staged_transfers(
+        self, chunk: Chunk, plan: SourcePlan, index: int, tile_bytes: int
+    ) -> Iterator[ev.Transfer]:
         slots, staged = self._agent.staging.at(HOST), plan.staged[index]
-        for box in staged.boxes(chunk.spans[staged.group], box_bytes=box_bytes):
-            work = StagedWork(chunk=chunk, plan=plan, index=index, box=box, slots=slots)
-            yield ev.Leg(stages=work.stages, work=work, source=plan.source, device=HOST)
+        for tile in staged.tiles(chunk.spans[staged.group], tile_bytes=tile_bytes):
+            work = StagedWork(chunk=chunk, plan=plan, index=index, tile=tile, slots=slots)
+            yield ev.Transfer(stages=work.stages, work=work, source=plan.source, device=HOST)
 
-    def _legs_of_share(
-        self, chunk: Chunk, source: Source, share: Share, box_bytes: int
-    ) -> Iterator[ev.Leg]:
-        """Yield a leg for each box. Ranks on one device that read the same bytes share it."""
+    def _transfers_of_share(
+        self, chunk: Chunk, source: Source, share: Share, tile_bytes: int
+    ) -> Iterator[ev.Transfer]:
+        """Yield a transfer for each tile. Ranks on one device that read the same bytes share it."""
         group = chunk.route.readers[share.reader].engine.group(share.group)
         device, span = chunk.route.engine.ranks[share.reader].device, chunk.spans[share.group]
         slots = self._agent.staging.at(device)
-        for box in cut_into_boxes(share, group, span, box_bytes=box_bytes):
+        for tile in cut_into_tiles(share, group, span, tile_bytes=tile_bytes):
             work = PackedWork(
-                chunk=chunk, source=source, share=share, group=group, box=box, slots=slots
+                chunk=chunk, source=source, share=share, group=group, tile=tile, slots=slots
             )
-            yield ev.Leg(stages=work.stages, work=work, source=source, device=device)
+            yield ev.Transfer(stages=work.stages, work=work, source=source, device=device)
 
-    def _zero_legs(self, chunk: Chunk) -> Iterator[ev.Leg]:
+    def _zero_transfers(self, chunk: Chunk) -> Iterator[ev.Transfer]:
         for name, span in chunk.tail.items():
             for rank in chunk.route.engine.ranks.values():
                 if name in rank.num_blocks:
                     work = ZeroWork(chunk=chunk, rank=rank, group=name, span=span)
-                    yield ev.Leg(stages=work.stages, work=work)
+                    yield ev.Transfer(stages=work.stages, work=work)
 
-    def _compare_legs(self, chunk: Chunk, path: Path) -> Iterator[ev.Leg]:
+    def _compare_transfers(self, chunk: Chunk, path: Path) -> Iterator[ev.Transfer]:
         for plan in chunk.plans if chunk.one_in else ():
             for share in plan.joined if path is Path.PACKED else plan.shares:
-                for box in cut_for_digests(share, chunk.spans[share.group]):
-                    work = CompareWork(chunk=chunk, source=plan.source, share=share, box=box)
-                    yield ev.Leg(stages=work.stages, work=work, source=plan.source)
+                for tile in cut_for_digests(share, chunk.spans[share.group]):
+                    work = CompareWork(chunk=chunk, source=plan.source, share=share, tile=tile)
+                    yield ev.Transfer(stages=work.stages, work=work, source=plan.source)
 
     def _replace_data_process(self, _: ev.ReplaceDataProcess) -> None:
         reason = f"what was aborted has not ended within {self._table.limits.quarantine_s:g} s"
@@ -192,4 +195,4 @@ class Reader:
 
 
 def _stage_failed(command: ev.Begin, error: Exception) -> ev.StageEnded:
-    return ev.StageEnded(command.leg, error=failure(error))
+    return ev.StageEnded(command.transfer, error=failure(error))

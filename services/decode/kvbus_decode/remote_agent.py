@@ -233,7 +233,7 @@ class RemoteAgent:
         """Learn the duration of a completed fetch, unless it waited for tokens."""
         stages = fetched.stages_s
         if not (stages.meeting or stages.waiting):
-            seconds = stages.queued + stages.claiming + stages.reading + stages.taking
+            seconds = stages.queued + stages.acquiring + stages.reading + stages.taking
             self.learned.setdefault(fetched.path, Learned()).observe(fetched.num_bytes, seconds)
 
 
@@ -243,7 +243,7 @@ class Source:
 
     ``engine_instance`` is empty if the agent is not the engine's home. ``nixl`` is None if all of
     the route is mapped; otherwise READs use ``nixl_peer`` and its registered ranks, ``remotes``.
-    ``slot_bytes`` is the largest box that the agent packs, 0 if none. ``unmapped`` is the reason
+    ``slot_bytes`` is the largest tile that the agent packs, 0 if none. ``unmapped`` is the reason
     for no ``mapped``, which a copy keeps alive.
     """
 

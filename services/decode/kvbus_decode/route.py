@@ -28,7 +28,7 @@ from kvbus.planning import (
     Spans,
     StagedPlan,
     bytes_by_group,
-    least_box_bytes,
+    least_tile_bytes,
     span_bytes,
     staged_plans,
 )
@@ -63,10 +63,10 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """Path and its box size, 0 for a path without boxes."""
+    """Path and its tile size, 0 for a path without tiles."""
 
     path: Path
-    box_bytes: int = 0
+    tile_bytes: int = 0
 
 
 class Route:
@@ -125,7 +125,7 @@ class Route:
         self.is_staged = all(plan.staged for plan in every if plan.joined)
         """Whether whole blocks can be read into slots here."""
         joined = self._map.joined()
-        self.least_box_bytes = least_box_bytes(joined, prefill)
+        self.least_tile_bytes = least_tile_bytes(joined, prefill)
         self._repeated_bytes = self._position_bytes - bytes_by_group(joined, prefill)
         self._next_replica_index = 0
         self.used_at = 0.0

@@ -28,8 +28,8 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
+    Acquire,
     CancelRequest,
-    Claim,
     CommitQuery,
     Decline,
     Handshake,
@@ -95,7 +95,7 @@ class PrefillService(Service):
         }
 
     def peer_handlers(self) -> Handlers:
-        about_offers = (Claim, Release, Decline)
+        about_offers = (Acquire, Release, Decline)
         return {
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
@@ -140,12 +140,12 @@ class PrefillService(Service):
         self._driver.stop()
 
     def counts(self) -> dict[str, int]:
-        boxes = self._packing.slots
+        tiles = self._packing.slots
         return {
             "offers": self._table.num_offers,
             "leases": self._table.num_leases,
-            "packs": boxes.num_waiting,
-            "slots": boxes.num_slots_in_use,
+            "packs": tiles.num_waiting,
+            "slots": tiles.num_slots_in_use,
         }
 
     def sharing(self) -> Sharing:
@@ -153,7 +153,7 @@ class PrefillService(Service):
 
     def _forward(self, message: Message, call: Call) -> None:
         key = call.session.key
-        fresh = new_secret() if isinstance(message, Claim | Meet | Decline) else ""
+        fresh = new_secret() if isinstance(message, Acquire | Meet | Decline) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
     # Memory that an engine has truncated reads as zeros in both data processes. A take may arrive

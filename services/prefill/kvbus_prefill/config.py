@@ -22,7 +22,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Most blocks of a sealed offer that its ticket names, about 5.5 bytes each. A decode agent can
     read them before its first request. 0: none."""
     max_lease_s: Duration = 30.0
-    """Longest lease that one claim or renewal grants."""
+    """Longest lease that one acquire or renewal grants."""
     max_hold_s: Duration = 600.0
     """Longest time that one reader may renew its lease, or that readers without a lease keep an
     open offer."""

@@ -1,4 +1,4 @@
-"""Boxes of KV that readers request: the data process gathers them into slots, or digests them.
+"""Tiles of KV that readers request: the data process gathers them into slots, or digests them.
 
 A reader of replaced memory is ``stale``. An engine gets its memory back after the last job that
 reads it.
@@ -38,7 +38,7 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 MAX_PACKS = 1024
-"""Limit of pending boxes; further requests are ``busy``."""
+"""Limit of pending tiles; further requests are ``busy``."""
 MOST_LOST = 64
 """Limit of lost engines whose late readers are served, to end their READs."""
 MOST_DIGESTS = 256
@@ -55,8 +55,8 @@ class Gather(NamedTuple):
 class Packing:
     """Requests for memory of engines: packing, digests, and checks of reads.
 
-    A box of a local offer is checked against ``offers``. If the offer is at another agent, only
-    slot leases bound its boxes: its reader sends the take there.
+    A tile of a local offer is checked against ``offers``. If the offer is at another agent, only
+    slot leases bound its tiles: its reader sends the take there.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Packing:
         }
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
-        """Invalidate the boxes of this lease; ``code`` is for their readers."""
+        """Invalidate the tiles of this lease; ``code`` is for their readers."""
         if self.slots.live:
             self._driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
 
@@ -174,7 +174,7 @@ class Packing:
             self._driver.dispatch(slots.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack)
-        work, num_bytes = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
+        work, num_bytes = _check_tile(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         offered_here = engine.control is not None
         if offered_here:
             now, is_state = self._agent.loop.time(), bool(work.group.state)
@@ -188,7 +188,7 @@ class Packing:
             work=work,
             reply_to=call,
         )
-        call.on_end = partial(self._driver.dispatch, slots.BoxAbandoned(wanted.lease, call))
+        call.on_end = partial(self._driver.dispatch, slots.TileAbandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather, promise: Promise[slots.Event]) -> None:
@@ -205,7 +205,7 @@ class Packing:
         gather = wire.Gather(
             memory=work.memory.number,
             table=asked.pack.table,
-            box=asked.pack.box,
+            tile=asked.pack.tile,
             device=device_slots.device,
             slot=command.slot,
             turn=wire.Turn(str(asked.lease), asked.pack.priority),
@@ -243,15 +243,15 @@ class Packing:
 
     def _digest(self, asked: Digest, call: Call) -> None:
         """Reply when the digests are made. Raises `LocalError` and `GeometryError`."""
-        engine, box = self._engine(asked), asked.box
+        engine, tile = self._engine(asked), asked.tile
         memory, group = _holder(engine, asked)
-        if num_pieces(box) > MAX_DIGESTS:
+        if num_pieces(tile) > MAX_DIGESTS:
             raise GeometryError(
-                f"a box of {num_pieces(box)} pieces, digests are made of at most {MAX_DIGESTS}: "
+                f"a tile of {num_pieces(tile)} pieces, digests are made of at most {MAX_DIGESTS}: "
                 "ask for a smaller one",
-                field="box",
+                field="tile",
             )
-        slot_region(group, box)  # raises for a box outside the group
+        slot_region(group, tile)  # raises for a tile outside the group
         offered_here, is_state = engine.control is not None, bool(group.state)
 
         def check() -> None:
@@ -273,7 +273,7 @@ class Packing:
         digest = wire.Digest(
             memory=memory.number,
             table=asked.table,
-            box=box,
+            tile=tile,
             offer_id=asked.offer_id,
             one_in=asked.one_in,
             turn=wire.Turn(asked.offer_id),
@@ -307,11 +307,11 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
 
 
 def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, GroupSpec]:
-    """Return the memory and the group of a box. Raises `GeometryError`.
+    """Return the memory and the group of a tile. Raises `GeometryError`.
 
     The copy itself refuses positions that the rank does not hold, before any byte moves.
     """
-    box, table = asked.box, asked.table
+    tile, table = asked.tile, asked.table
     memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
     if memory is None:
         raise GeometryError(
@@ -319,32 +319,32 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, Grou
             f"{', '.join(map(str, sorted(engine.ranks)))}",
             field="rank",
         )
-    group = groups.get(box.group)
+    group = groups.get(tile.group)
     if group is None:
         raise GeometryError(
-            f"no group '{box.group}', the engine has {', '.join(sorted(groups))}", field="group"
+            f"no group '{tile.group}', the engine has {', '.join(sorted(groups))}", field="group"
         )
-    table.check_covers(box.start, box.stop, group.block_size)
+    table.check_covers(tile.start, tile.stop, group.block_size)
     table.check_ids(memory.num_blocks.get(group.name, 0))
     return memory, group
 
 
-def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
-    """Return the source and the bytes of a box. Raises `GeometryError`.
+def _check_tile(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
+    """Return the source and the bytes of a tile. Raises `GeometryError`.
 
-    The size is checked first: the mere description of a huge box takes memory and time.
+    The size is checked first: the mere description of a huge tile takes memory and time.
     """
     memory, group = _holder(engine, pack)
-    part = pack.box.parts[0]
+    part = pack.tile.parts[0]
     if part not in group.parts:
         raise GeometryError(f"group '{group.name}' has no part '{part}'", field="parts")
-    num_bytes = slot_bytes(group, pack.box)
+    num_bytes = slot_bytes(group, pack.tile)
     if num_bytes > max_bytes:
         raise GeometryError(
-            f"a box of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
+            f"a tile of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
             "smaller one",
-            box_bytes=num_bytes,
+            tile_bytes=num_bytes,
             slot_bytes=max_bytes,
         )
-    slot_region(group, pack.box)  # raises for a box outside the group
+    slot_region(group, pack.tile)  # raises for a tile outside the group
     return Gather(engine, memory, group), num_bytes

@@ -26,7 +26,7 @@ READINGS = {
     "offers": "Offers that are live.",
     "leases": "Leases that are live.",
     "awaited_offers": "Requests for tickets of offers that have not been made yet.",
-    "packs": "Boxes that wait for a staging slot.",
+    "packs": "Tiles that wait for a staging slot.",
     "slots": "Staging slots in use.",
     "ended_bytes": "What is known of offers that have ended.",
     "engines": "Local engines.",
@@ -51,38 +51,38 @@ class PrefillMetrics:
 
 
 OFFER = Reading(ends=(OfferState.RELEASED,))
-BOX = Reading(ends=(SlotState.OVER,))
+TILE = Reading(ends=(SlotState.OVER,))
 LEASE = "leased"
 
 
 class OfferHistories(Histories[OfferEntry]):
-    """Histories of offers, with their boxes in ``slots``."""
+    """Histories of offers, with their tiles in ``slots``."""
 
     def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
         super().__init__(offers)
-        self._offers, self._boxes = offers, slots.named
+        self._offers, self._tiles = offers, slots.named
 
     def lines(self, asked: Status) -> list[str]:
         offer = self._offers.find(asked.offer_id)
         return [] if offer is None else list(offer.history.lines())
 
     def remembered(self, asked: Trace) -> TraceResult:
-        """Return the requested offers, or boxes of an offer whose engine has its home elsewhere."""
+        """Return the requested offers, or tiles of an offer whose engine has its home elsewhere."""
         offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
         if named is not None and named not in offers:
             offers.append(named)
         entries = [self.later(offer)() for offer in offers]
         if asked.offer_id and not offers:
-            boxes = _box_spans(self._boxes(asked.offer_id), depth=0)
-            entries += [boxes] if boxes else []
+            tiles = _tile_spans(self._tiles(asked.offer_id), depth=0)
+            entries += [tiles] if tiles else []
         return TraceResult(tuple(map(tuple, entries)))
 
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
         """Return a function that makes the spans of an offer."""
-        return partial(_spans, offer, tuple(self._boxes(offer.key)))
+        return partial(_spans, offer, tuple(self._tiles(offer.key)))
 
 
-def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
+def _spans(offer: OfferEntry, tiles: Iterable[SlotEntry]) -> list[Span]:
     history, states = offer.history, state_spans(offer.history, OFFER, depth=1)
     waited = [replace(one, depth=0) for one in states if one.name == OfferState.AWAITED]
     states = forgotten_span(history, depth=1) + states[len(waited) :]
@@ -104,14 +104,14 @@ def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
         },
     )
     leases = command_spans(history, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
-    inner = nested(leases, _box_spans(boxes, depth=2))
+    inner = nested(leases, _tile_spans(tiles, depth=2))
     return [*waited, root, *there, *states, *inner] if made_at else waited
 
 
-def _box_spans(boxes: Iterable[SlotEntry], *, depth: int) -> list[Span]:
+def _tile_spans(tiles: Iterable[SlotEntry], *, depth: int) -> list[Span]:
     spans = [
-        replace(span, about=f"box {box.slot_id}", attributes={"num_bytes": box.asked.num_bytes})
-        for box in boxes
-        for span in state_spans(box.history, BOX, depth=depth)
+        replace(span, about=f"tile {tile.slot_id}", attributes={"num_bytes": tile.asked.num_bytes})
+        for tile in tiles
+        for span in state_spans(tile.history, TILE, depth=depth)
     ]
     return sorted(spans, key=lambda span: span.start_s)

@@ -1,4 +1,4 @@
-"""State machine of a prefill agent's staging slots, and of the boxes that wait for them (pure).
+"""State machine of a prefill agent's staging slots, and of the tiles that wait for them (pure).
 
 A ``lease`` is any key: (offer id, epoch) for a local offer, the reader's own key for another.
 """
@@ -28,7 +28,7 @@ class SlotState(StrEnum):
     """It has a slot, and is copied there or waits for a thread."""
 
     PACKED = "packed"
-    """The slot holds the box; the reader reads it."""
+    """The slot holds the tile; the reader reads it."""
 
     ABANDONED = "abandoned"
     """Refused, but the copy still runs: its slot is not free."""
@@ -73,7 +73,7 @@ class DeviceSlots(Protocol):
 
 
 class SlotWanted(Value, frozen=True):
-    """Event: a reader requests a box. ``work`` is opaque here.
+    """Event: a reader requests a tile. ``work`` is opaque here.
 
     Only ``reader``, the name of the session, can release the slot.
     """
@@ -110,15 +110,15 @@ class GivenBack(Value, frozen=True):
     reader: str
 
 
-class BoxAbandoned(Value, frozen=True):
-    """Event: a reader no longer waits for its box."""
+class TileAbandoned(Value, frozen=True):
+    """Event: a reader no longer waits for its tile."""
 
     lease: Hashable
     reply_to: object
 
 
 class LeaseEnded(Value, frozen=True):
-    """Event: a lease has ended, which invalidates its boxes."""
+    """Event: a lease has ended, which invalidates its tiles."""
 
     lease: Hashable
     code: ErrorCode
@@ -130,7 +130,7 @@ Event = (
     | GatherEnded
     | WipeEnded
     | GivenBack
-    | BoxAbandoned
+    | TileAbandoned
     | LeaseEnded
     | EngineLost
     | Stopped
@@ -139,7 +139,7 @@ Event = (
 
 
 class StartGather(Value, frozen=True):
-    """Command: copy a box into a slot, then dispatch `GatherEnded`."""
+    """Command: copy a tile into a slot, then dispatch `GatherEnded`."""
 
     slot_id: int
     slot: int
@@ -160,7 +160,7 @@ Commands = list[Command]
 
 @dataclass(slots=True)
 class SlotEntry:
-    """State of one box; ``slot_id`` is unique for each use of a slot."""
+    """State of one tile; ``slot_id`` is unique for each use of a slot."""
 
     slot_id: int
     asked: SlotWanted
@@ -188,60 +188,60 @@ class SlotEntry:
         self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
 
 
-def start(box: SlotEntry, event: SlotGranted, _: Context) -> Commands:
-    box.state, box.slot = GATHERING, event.slot
-    return [StartGather(box.slot_id, event.slot, box.asked)]
+def start(tile: SlotEntry, event: SlotGranted, _: Context) -> Commands:
+    tile.state, tile.slot = GATHERING, event.slot
+    return [StartGather(tile.slot_id, event.slot, tile.asked)]
 
 
-def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
-    asked = box.asked
-    if event.error is not None or box.slot is None:
-        error = event.error or KVBusError("the box was gathered into no slot")
-        return [Refuse(asked.reply_to, error), *free(box, event, at)]
-    box.state = PACKED
+def end_gather(tile: SlotEntry, event: GatherEnded, at: Context) -> Commands:
+    asked = tile.asked
+    if event.error is not None or tile.slot is None:
+        error = event.error or KVBusError("the tile was gathered into no slot")
+        return [Refuse(asked.reply_to, error), *free(tile, event, at)]
+    tile.state = PACKED
     packed = Packed(
-        slot_id=box.slot_id,
-        address=asked.slots.address(box.slot),
+        slot_id=tile.slot_id,
+        address=asked.slots.address(tile.slot),
         num_bytes=asked.num_bytes,
-        slot_lease_s=box.slot_lease_s,
+        slot_lease_s=tile.slot_lease_s,
         memory=asked.slots.memory_kind,
         device=asked.slots.nixl_device,
     )
     return [SendReply(asked.reply_to, packed)]
 
 
-def give_up(box: SlotEntry, event: Event, _: Context) -> Commands:
-    box.state = OVER
-    return [Refuse(box.asked.reply_to, _reason(box, event))]
+def give_up(tile: SlotEntry, event: Event, _: Context) -> Commands:
+    tile.state = OVER
+    return [Refuse(tile.asked.reply_to, _reason(tile, event))]
 
 
-def abandon(box: SlotEntry, event: Event, _: Context) -> Commands:
-    box.state = ABANDONED
-    return [Refuse(box.asked.reply_to, _reason(box, event))]
+def abandon(tile: SlotEntry, event: Event, _: Context) -> Commands:
+    tile.state = ABANDONED
+    return [Refuse(tile.asked.reply_to, _reason(tile, event))]
 
 
-def free(box: SlotEntry, _event: Event, at: Context) -> Commands:
+def free(tile: SlotEntry, _event: Event, at: Context) -> Commands:
     """Free or wipe the slot. A READ of it from now on is invalid."""
-    if at.limits.wipe and box.slot is not None:
-        box.state = WIPING
-        return [StartWipe(box.slot_id, box.slot, box.asked.slots)]
-    box.state = OVER
+    if at.limits.wipe and tile.slot is not None:
+        tile.state = WIPING
+        return [StartWipe(tile.slot_id, tile.slot, tile.asked.slots)]
+    tile.state = OVER
     return []
 
 
-def end_wipe(box: SlotEntry, _event: WipeEnded, _: Context) -> Commands:
-    box.state = OVER
+def end_wipe(tile: SlotEntry, _event: WipeEnded, _: Context) -> Commands:
+    tile.state = OVER
     return []
 
 
-def ignore(_box: SlotEntry, _event: Event, _: Context) -> Commands:
+def ignore(_tile: SlotEntry, _event: Event, _: Context) -> Commands:
     return []
 
 
-def _reason(box: SlotEntry, event: Event) -> LocalError:
+def _reason(tile: SlotEntry, event: Event) -> LocalError:
     match event:
-        case BoxAbandoned():
-            return LocalError("the reader does not wait for the box", code=ErrorCode.BUSY)
+        case TileAbandoned():
+            return LocalError("the reader does not wait for the tile", code=ErrorCode.BUSY)
         case LeaseEnded(code=code):
             return LocalError("the lease of the offer ended", code=code)
         case EngineLost():
@@ -249,18 +249,18 @@ def _reason(box: SlotEntry, event: Event) -> LocalError:
         case Stopped():
             return LocalError("the agent stops", code=ErrorCode.CLOSED)
     return LocalError(
-        f"the box was not gathered within its slot lease of {box.slot_lease_s} s",
+        f"the tile was not gathered within its slot lease of {tile.slot_lease_s} s",
         code=ErrorCode.TIMEOUT,
-        slot_lease_s=box.slot_lease_s,
+        slot_lease_s=tile.slot_lease_s,
     )
 
 
 ENDS = (LeaseEnded, EngineLost, Stopped)
 TRANSITIONS = transitions(
     ((WAITING,), (SlotGranted,), start, (GATHERING,)),
-    ((WAITING,), (*ENDS, BoxAbandoned, DeadlinePassed), give_up, (OVER,)),
+    ((WAITING,), (*ENDS, TileAbandoned, DeadlinePassed), give_up, (OVER,)),
     ((GATHERING,), (GatherEnded,), end_gather, (PACKED, WIPING, OVER)),
-    ((GATHERING,), (*ENDS, BoxAbandoned, DeadlinePassed), abandon, (ABANDONED,)),
+    ((GATHERING,), (*ENDS, TileAbandoned, DeadlinePassed), abandon, (ABANDONED,)),
     ((PACKED,), (*ENDS, GivenBack, DeadlinePassed), free, (WIPING, OVER)),
     ((ABANDONED,), (GatherEnded,), free, (WIPING, OVER)),
     ((WIPING,), (WipeEnded,), end_wipe, (OVER,)),
@@ -316,14 +316,16 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
                 return [self.live[slot_id]]
             case GivenBack(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
-                return [box for box in known if box.asked.reader == reader]
-            case BoxAbandoned(lease, reply_to):
+                return [tile for tile in known if tile.asked.reader == reader]
+            case TileAbandoned(lease, reply_to):
                 of_lease = self._leases.get(lease, {}).values()
-                return [box for box in of_lease if box.asked.reply_to is reply_to]
+                return [tile for tile in of_lease if tile.asked.reply_to is reply_to]
             case LeaseEnded(lease):
                 return list(self._leases.get(lease, {}).values())
             case EngineLost(engine_id):
-                return [box for box in self.live.values() if box.asked.pack.engine_id == engine_id]
+                return [
+                    tile for tile in self.live.values() if tile.asked.pack.engine_id == engine_id
+                ]
             case _:
                 return list(self.live.values())
 
@@ -331,14 +333,14 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         if self.stopped:
             return [Refuse(asked.reply_to, LocalError("the agent stops", code=ErrorCode.CLOSED))]
         slot_lease_s = min(asked.pack.slot_lease_s, self.limits.max_slot_lease_s)
-        box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
-        self._leases[asked.lease][box.slot_id] = box
-        self._pools[asked.slots].add(asked.turn, box.slot_id)
-        self._add(box, asked, now, ())
+        tile = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
+        self._leases[asked.lease][tile.slot_id] = tile
+        self._pools[asked.slots].add(asked.turn, tile.slot_id)
+        self._add(tile, asked, now, ())
         return []
 
     def _take_turns(self, now: float) -> Commands:
-        """Grant slots to waiting boxes. `Copiers` grants threads in the same turns."""
+        """Grant slots to waiting tiles. `Copiers` grants threads in the same turns."""
         commands: Commands = []
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:

@@ -10,7 +10,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.message import Request
-from kvbus.protocol.peer import Claim, CommitAnswer, Granted, Take
+from kvbus.protocol.peer import Acquire, CommitAnswer, Granted, Take
 from kvbus.table import Context as AnyContext
 from kvbus.table import History, Key
 from kvbus_decode.fetch import events as ev
@@ -28,7 +28,7 @@ class FetchState(StrEnum):
     QUEUED = "queued"
     """The fetch waits, without a lease, for a place."""
 
-    CLAIMING = "claiming"
+    ACQUIRING = "acquiring"
     """The agent waits for the lease, and retries while another reader holds it."""
 
     WAITING = "waiting"
@@ -58,8 +58,8 @@ class FetchState(StrEnum):
 
 STAGES = tuple(FetchState)[: list(FetchState).index(FetchState.DRAINING)]
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
-UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.TAKING)
-LEASED = (FetchState.CLAIMING, FetchState.WAITING, FetchState.READING)
+UNDER_WAY = (FetchState.ACQUIRING, FetchState.READING, FetchState.TAKING)
+LEASED = (FetchState.ACQUIRING, FetchState.WAITING, FetchState.READING)
 """States in which the lease must be live."""
 
 
@@ -68,7 +68,7 @@ class FetchLimits:
     """Limits of the table; durations in seconds.
 
     ``max_fetches`` includes draining ones. A place is released after ``patience_s``. A read without
-    a lease sends `Claim` after ``claim_after_s``. ``take_grace_s`` extends the deadline of a
+    a lease sends `Acquire` after ``acquire_after_s``. ``take_grace_s`` extends the deadline of a
     `Take`.
     """
 
@@ -79,7 +79,7 @@ class FetchLimits:
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
     busy_retry_s: float = 0.05
-    claim_after_s: float = 0.05
+    acquire_after_s: float = 0.05
     take_grace_s: float = 1.0
     reader_agent: str = ""
     reader_boot: str = ""
@@ -160,8 +160,8 @@ class FetchEntry:
         return self.state in ENDS
 
     @property
-    def is_claiming(self) -> bool:
-        return isinstance(self.question, Claim)
+    def is_acquiring(self) -> bool:
+        return isinstance(self.question, Acquire)
 
     @property
     def is_stale(self) -> bool:
@@ -239,7 +239,8 @@ class FetchEntry:
         self.state, self.entered_at = state, now
 
     def hold(self, sent_at: float, granted: Granted) -> None:
-        """Apply the reply to a `Claim` or `Renew`; before the seal of its ticket, only the lease.
+        """Apply the reply to an `Acquire` or `Renew`; before the seal of its ticket, only the
+        lease.
 
         Raises `RemoteError` if it takes back an earlier grant or the ticket. Raises `LocalError` if
         the offer can never have the tokens, `GeometryError` if the block tables have a gap.

@@ -31,7 +31,7 @@ from kvbus.table.events import (
 #     ticket      └ names them ──▶
 #     offer           sealed
 #     fetch                        READ ──────────┤ last byte
-#                                    Claim ─▶ lease      Take ─▶ ok
+#                                    Acquire ─▶ lease    Take ─▶ ok
 #
 # The prefill engine writes to the blocks of an offer until the ticket names them, and again after
 # the release. The `Take` is sent after the last byte. Its grant confirms that the offer was sealed
@@ -50,11 +50,11 @@ from kvbus.table.events import (
 class Ahead:
     """Block tables of an offer, from its ticket, for a read without a lease.
 
-    With ``claims`` the `Claim` is sent beside the read; otherwise only if the read takes long.
+    With ``acquires`` the `Acquire` is sent beside the read; otherwise only if the read takes long.
     """
 
     tables: Mapping[str, BlockTable]
-    claims: bool
+    acquires: bool
 
 
 class Requested(Value, frozen=True):

@@ -1,7 +1,7 @@
 """The table of all fetches of one decode agent: admission, deadlines and dispatch (sans-IO)."""
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.peer import Claim, Granted
+from kvbus.protocol.peer import Acquire, Granted
 from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_decode.fetch import events as ev
@@ -25,7 +25,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     # Depth first: the first of many fetches end early, and no lease waits for its read.
     #
-    #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ taking ─▶ end
+    #   requested ─▶ resolving ─▶ queued ─ place ─▶ acquiring ─▶ reading ─▶ taking ─▶ end
     #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
     #
     # A failed attempt returns to resolving through retrying; see `retry_or_fail`.
@@ -151,6 +151,6 @@ def _answer_late(event: ev.FetchEvent) -> Commands:
         case ev.CancelRequested(fetch_id, reply_to) if reply_to is not None:
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
             return [Refuse(reply_to, error)]
-        case ev.Answered(message=Claim(agent_boot=boot), outcome=Granted() as granted):
+        case ev.Answered(message=Acquire(agent_boot=boot), outcome=Granted() as granted):
             return [release(event.ticket, boot, granted, ErrorCode.CANCELLED)]
     return []

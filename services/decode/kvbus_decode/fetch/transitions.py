@@ -8,7 +8,7 @@ immediately; its blocks are freed after the read (draining). A chunk covers only
 or the ticket (`Ahead`) reported as ready. Only a sealed offer is taken.
 
 A fetch has one request in flight (`ask`). It sends the request again after a change of the offer,
-or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Claim`
+or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Acquire`
 and `CommitQuery` have a shorter timeout.
 """
 
@@ -22,7 +22,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError, Request
 from kvbus.protocol.engine import BlocksFreed, Landed
 from kvbus.protocol.message import Empty, Request
 from kvbus.protocol.peer import (
-    Claim,
+    Acquire,
     CommitAnswer,
     CommitQuery,
     Decline,
@@ -40,7 +40,7 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, LEASED, STAGES, Context, FetchEntry, FetchState
 
 MEETING, RESOLVING, QUEUED = FetchState.MEETING, FetchState.RESOLVING, FetchState.QUEUED
-CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
+ACQUIRING, WAITING = FetchState.ACQUIRING, FetchState.WAITING
 READING, TAKING = FetchState.READING, FetchState.TAKING
 RETRYING, DRAINING = FetchState.RETRYING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
@@ -87,7 +87,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     elif fetch.repeated:
         message = _commit_query(fetch, at)
     elif fetch.state is TAKING or fetch.held is None:
-        message = _claim_or_take(fetch, at)
+        message = _acquire_or_take(fetch, at)
     else:
         tables, ticket = {} if fetch.in_doubt else fetch.tables, fetch.requested.ticket
         message = Renew(
@@ -100,7 +100,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             nixl_agent=fetch.home_nixl,
         )
     fetch.question, fetch.ask_at, fetch.refresh_needed = message, None, False
-    is_short = isinstance(message, Claim | CommitQuery)
+    is_short = isinstance(message, Acquire | CommitQuery)
     longest_s = at.limits.request_timeout_s if is_short else math.inf
     timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
     return ev.Ask(fetch.requested, fetch.attempts, message, timeout_s)
@@ -121,7 +121,7 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
     )
 
 
-def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
+def _acquire_or_take(fetch: FetchEntry, at: Context) -> Acquire | Take:
     """`Take` shows the blocks if no lease of this process named them, or if it is repeated."""
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
         "part": bool(requested.access),
     }
     if fetch.state is not TAKING:
-        return Claim(lease_s=limits.lease_s, **shown)
+        return Acquire(lease_s=limits.lease_s, **shown)
     if fetch.held is None or fetch.in_doubt:
         shown["tables"] = dict(fetch.tables)
         shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
@@ -228,39 +228,39 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
 
 
 def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
-    """Send `Claim`, or read the blocks that the ticket names.
+    """Send `Acquire`, or read the blocks that the ticket names.
 
-    Without ``claims`` the `Claim` follows after ``claim_after_s``, when most reads have ended. A
-    fetch that needs no tokens only sends `Take`.
+    Without ``acquires`` the `Acquire` follows after ``acquire_after_s``, when most reads have
+    ended. A fetch that needs no tokens only sends `Take`.
     """
     if fetch.unconfirmed:
         fetch.enter(TAKING, at.now)
         return [ask(fetch, at)]
     ahead = fetch.requested.ahead
     if ahead is None:
-        fetch.enter(CLAIMING, at.now)
+        fetch.enter(ACQUIRING, at.now)
         return [ask(fetch, at)]
     fetch.in_doubt = fetch.sealed = True
     fetch.tables, fetch.num_ready = dict(ahead.tables), fetch.requested.ticket.num_tokens
     commands = go_on(fetch, at)
-    if fetch.chunk is not None and ahead.claims:
+    if fetch.chunk is not None and ahead.acquires:
         return [ask(fetch, at), *commands]
     if fetch.chunk is not None:
-        fetch.ask_at = at.now + at.limits.claim_after_s
+        fetch.ask_at = at.now + at.limits.acquire_after_s
     return commands
 
 
 def go_on(fetch: FetchEntry, at: Context) -> Commands:
     """Read the next chunk, send `Take` after the last one, or wait for more tokens.
 
-    The `Take` follows the parts of other agents and the reply to a `Claim`.
+    The `Take` follows the parts of other agents and the reply to an `Acquire`.
     """
     fetch.chunk = fetch.next_chunk()
     if fetch.chunk is not None:
         fetch.enter(READING, at.now)
         return [fetch.chunk]
-    if not fetch.sealed or fetch.is_claiming or fetch.others_read:
-        fetch.enter(CLAIMING if fetch.is_claiming else WAITING, at.now)
+    if not fetch.sealed or fetch.is_acquiring or fetch.others_read:
+        fetch.enter(ACQUIRING if fetch.is_acquiring else WAITING, at.now)
         return []
     fetch.enter(TAKING, at.now)
     return [ask(fetch, at)]
@@ -343,8 +343,8 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 
 # Why an attempt may be repeated, and what it keeps:
 #
-#     attempt 1   Claim ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
-#     attempt 2                                             └ pause ─▶ handshake ─▶ Claim ─▶ ...
+#     attempt 1   Acquire ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
+#     attempt 2                                               └ pause ─▶ handshake ─▶ Acquire ─▶ ...
 #
 # Nothing of an attempt is in flight when the next one starts, so no two attempts write to the
 # blocks. Lease, route and replies belong to one attempt: events carry its number. The tokens that
@@ -512,11 +512,11 @@ def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
 
 
 ENDED = (DRAINING, *ENDS)
-ANSWERS = (Meet, Claim, Renew, Take, CommitQuery)
+ANSWERS = (Meet, Acquire, Renew, Take, CommitQuery)
 """The events of `Answered`, by the class of the request."""
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
-BEFORE_READS = (MEETING, RESOLVING, QUEUED, CLAIMING)
+BEFORE_READS = (MEETING, RESOLVING, QUEUED, ACQUIRING)
 AFTER_A_GRANT = (WAITING, READING, TAKING, RETRYING, DRAINING, FAILED)
 
 TRANSITIONS = transitions(
@@ -533,7 +533,7 @@ TRANSITIONS = transitions(
     (ENDED, (ev.CancelRequested,), cancel, ()),
     ((MEETING,), (DeadlinePassed,), check_time, (MEETING, FAILED)),
     ((RESOLVING, QUEUED), (DeadlinePassed,), check_time, (FAILED,)),
-    ((CLAIMING,), (DeadlinePassed,), check_time, (CLAIMING, RETRYING, FAILED)),
+    ((ACQUIRING,), (DeadlinePassed,), check_time, (ACQUIRING, RETRYING, FAILED)),
     ((WAITING,), (DeadlinePassed,), check_time, (WAITING, RETRYING, DRAINING, FAILED)),
     ((READING,), (DeadlinePassed,), check_time, (READING, RETRYING, DRAINING)),
     ((TAKING,), (DeadlinePassed,), check_time, (TAKING, DRAINING, FAILED)),
@@ -551,23 +551,23 @@ TRANSITIONS = transitions(
         (RETRYING, MEETING, RESOLVING, TAKING, DRAINING, FAILED),
     ),
     ((RETRYING,), (ev.ReadEnded,), end_stopped_read, (RETRYING, DRAINING, FAILED)),
-    ((RETRYING,), (Claim,), keep_or_release_lease, ()),
+    ((RETRYING,), (Acquire,), keep_or_release_lease, ()),
     ((MEETING,), (Meet,), take_ticket, (MEETING, RESOLVING, RETRYING, FAILED)),
     ((RESOLVING,), (ev.PeerReady,), queue, (QUEUED,)),
-    ((QUEUED,), (ev.TurnCame,), start, (CLAIMING, READING, TAKING)),
-    ((CLAIMING,), (Claim,), take_grant, (CLAIMING, *AFTER_A_GRANT)),
+    ((QUEUED,), (ev.TurnCame,), start, (ACQUIRING, READING, TAKING)),
+    ((ACQUIRING,), (Acquire,), take_grant, (ACQUIRING, *AFTER_A_GRANT)),
     ((WAITING,), (Renew,), take_grant, AFTER_A_GRANT),
-    ((READING,), (Claim, Renew), take_grant, (READING, RETRYING, DRAINING)),
-    ((CLAIMING, WAITING, READING, TAKING), (ev.OfferAdvanced,), on_offer_changed, ()),
+    ((READING,), (Acquire, Renew), take_grant, (READING, RETRYING, DRAINING)),
+    ((ACQUIRING, WAITING, READING, TAKING), (ev.OfferAdvanced,), on_offer_changed, ()),
     (
         (READING,),
         (ev.ReadEnded,),
         end_read,
-        (READING, CLAIMING, WAITING, TAKING, RETRYING, DRAINING, FAILED),
+        (READING, ACQUIRING, WAITING, TAKING, RETRYING, DRAINING, FAILED),
     ),
     ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, TAKING, RETRYING, FAILED)),
     ((TAKING,), (Take,), complete, (TAKING, RETRYING, COMPLETED, FAILED)),
     ((DRAINING,), (ev.ReadEnded,), free, (DRAINING, FAILED, CANCELLED)),
-    ((DRAINING,), (Claim,), keep_late_lease, ()),
-    (ENDS, (Claim,), release_late_lease, ()),
+    ((DRAINING,), (Acquire,), keep_late_lease, ()),
+    (ENDS, (Acquire,), release_late_lease, ()),
 )

@@ -10,7 +10,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, Released
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
-    Claim,
+    Acquire,
     CommitQuery,
     Digest,
     Granted,
@@ -100,11 +100,11 @@ class Lease:
     end: ErrorCode | None = None
     is_done: bool = False
 
-    def is_outlived_by(self, event: ev.Asked[Claim] | ev.Asked[Take]) -> bool:
+    def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Take]) -> bool:
         """Return whether it belongs to an earlier process of the requesting agent.
 
         Agent names are not authenticated. A false name ends one lease of the offer, while the
-        ticket's secret in the claim could end the offer.
+        ticket's secret in the acquire could end the offer.
         """
         message = event.message
         is_of_same = bool(self.reader_agent) and self.reader_agent == message.reader_agent
@@ -211,12 +211,12 @@ class OfferEntry:
     def check_right(self, event: ev.Asked[Any]) -> None:
         """Raise `LocalError` (``forbidden``) unless the sender has the right to its request.
 
-        An offer needs the ticket's secret, a lease its token and the key that claimed it. With the
-        token, another key may only have boxes packed. An unknown lease is stale in any case.
+        An offer needs the ticket's secret, a lease its token and the key that acquired it. With the
+        token, another key may only have tiles packed. An unknown lease is stale in any case.
         Another engine's offer is ``offer_unknown``.
         """
         match event.message:
-            case Claim(secret=secret) | Take(secret=secret) | PeerWithdraw(secret=secret):
+            case Acquire(secret=secret) | Take(secret=secret) | PeerWithdraw(secret=secret):
                 check_right(secret, self.secret)
             case Renew(epoch=epoch, token=token) | Release(epoch=epoch, token=token):
                 self.check_token(epoch, token)
@@ -230,12 +230,12 @@ class OfferEntry:
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
 
-    def check_box(self, asked: Pack | Digest, *, is_state: bool) -> None:
-        """Raise `LocalError` or `GeometryError` unless the offer has the box now.
+    def check_tile(self, asked: Pack | Digest, *, is_state: bool) -> None:
+        """Raise `LocalError` or `GeometryError` unless the offer has the tile now.
 
         A state is there once the offer is sealed.
         """
-        group, stop, table = asked.box.group, asked.box.stop, asked.table
+        group, stop, table = asked.tile.group, asked.tile.stop, asked.table
         if is_state and self.state is OfferState.OPEN:
             raise LocalError(
                 f"group '{group}' is a state, it is there once the offer is sealed",
@@ -243,7 +243,7 @@ class OfferEntry:
             )
         if not is_state and stop > self.num_tokens:
             raise GeometryError(
-                f"box ends at token {stop}, the offer has {self.num_tokens} now",
+                f"tile ends at token {stop}, the offer has {self.num_tokens} now",
                 stop=stop,
                 num_tokens=self.num_tokens,
             )
@@ -275,7 +275,7 @@ class OfferEntry:
         return lease
 
     def add_lease(
-        self, event: ev.Asked[Claim] | ev.Asked[Take], token: str, now: float, held_until: float
+        self, event: ev.Asked[Acquire] | ev.Asked[Take], token: str, now: float, held_until: float
     ) -> Lease:
         """Add a lease without time, and remove old ones that have ended."""
         message = event.message
@@ -299,7 +299,7 @@ class OfferEntry:
         )
         return lease
 
-    def grant(self, lease: Lease, message: Claim | Renew, at: Context) -> Granted:
+    def grant(self, lease: Lease, message: Acquire | Renew, at: Context) -> Granted:
         """Extend a lease. The reply has the blocks that are new to its reader."""
         wanted = min(at.now + min(message.lease_s, at.limits.max_lease_s), lease.held_until)
         lease.expires_at = max(lease.expires_at, wanted)

@@ -72,7 +72,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     # Queries without side effects.
 
     def check_pack(self, pack: Pack, now: float, *, is_state: bool) -> None:
-        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has the box.
+        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has the
+        tile.
 
         A lease is not live after its time, even before `_expire` handles it.
         """
@@ -80,13 +81,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_token(pack.epoch, pack.token)
         if offer.live_lease(pack.epoch).expires_at <= now:
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
-        offer.check_box(pack, is_state=is_state)
+        offer.check_tile(pack, is_state=is_state)
 
     def check_digest(self, asked: Digest, *, is_state: bool) -> None:
         """Check as `check_pack`, with the ticket's secret instead of a lease."""
         offer = self.check_reader(asked.offer_id, asked.secret)
         check_right(asked.engine_id, offer.engine_id)
-        offer.check_box(asked, is_state=is_state)
+        offer.check_tile(asked, is_state=is_state)
 
     def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
         """Return the live offer with this secret. Raises `LocalError`."""

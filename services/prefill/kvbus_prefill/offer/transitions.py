@@ -16,7 +16,7 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Decline, Meet, Met, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import Acquire, Decline, Meet, Met, PeerWithdraw, Release, Renew, Take
 from kvbus.table import transitions
 from kvbus.table.events import (
     DeadlinePassed,
@@ -202,11 +202,11 @@ def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
     return commands
 
 
-def claim(offer: OfferEntry, event: ev.Asked[Claim], at: Context) -> Commands:
+def acquire(offer: OfferEntry, event: ev.Asked[Acquire], at: Context) -> Commands:
     """Grant a lease under a new epoch.
 
-    A reader that claims again gets no more time than by renewing. The leases of an earlier process
-    of its agent end, as it cannot release them.
+    A reader that acquires again gets no more time than by renewing. The leases of an earlier
+    process of its agent end, as it cannot release them.
     """
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
@@ -232,7 +232,7 @@ def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Comman
 
 
 def _leases_of(
-    offer: OfferEntry, event: ev.Asked[Claim] | ev.Asked[Take]
+    offer: OfferEntry, event: ev.Asked[Acquire] | ev.Asked[Take]
 ) -> tuple[list[Lease], list[Lease]]:
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
@@ -241,19 +241,21 @@ def _leases_of(
         for one in live
         if one not in outlived
         and one.reader_id == message.reader_id
-        and (isinstance(message, Claim) or one.holder == event.holder)
+        and (isinstance(message, Acquire) or one.holder == event.holder)
     ]
     return own, outlived
 
 
 # An engine at several agents is one reader of an offer, with a lease for each agent:
 #
-#     home    claim ─▶ lease ──────── reads ─────────────── all parts have ended ─▶ take: ends it
-#     part            └▶ claim ─▶ lease ── reads ── take ──▶┘
+#     home    acquire ─▶ lease ──────── reads ─────────────── all parts have ended ─▶ take: ends it
+#     part              └▶ acquire ─▶ lease ── reads ─ take ─▶┘
 #
 # Only the home's lease counts as a reader. The others keep the offer alive, as any lease does, and
 # their takes confirm their reads. The home takes last, so it never cuts a part short.
-def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], at: Context) -> None:
+def _check_room(
+    offer: OfferEntry, message: Acquire | Take, ending: list[Lease], at: Context
+) -> None:
     """Raise `LocalError` (``busy``) if the offer has all its readers without ``ending``."""
     if not offer.leases:
         return
@@ -404,7 +406,7 @@ TRANSITIONS = transitions(
     (LIVE, (ev.WordsRevoked, ev.WordsChecked), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
-    (LIVE, (Claim,), claim, ()),
+    (LIVE, (Acquire,), acquire, ()),
     (LIVE, (Renew,), renew, ()),
     (LIVE, (Release,), give_back, ()),
     ((OPEN,), (Take,), refuse_early_take, ()),
@@ -413,5 +415,5 @@ TRANSITIONS = transitions(
     ((RELEASED,), (Take,), take_again, ()),
     ((RELEASED,), (MakeOffer,), report_again, ()),
     ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), withdraw_again, ()),
-    ((RELEASED,), (ExtendOffer, SealOffer, Claim, Renew, Release), refuse_ended, ()),
+    ((RELEASED,), (ExtendOffer, SealOffer, Acquire, Renew, Release), refuse_ended, ()),
 )

@@ -1,6 +1,6 @@
-"""Boxes and digests out of a real engine's memory: what a reader gets, and what it is refused.
+"""Tiles and digests out of a real engine's memory: what a reader gets, and what it is refused.
 
-Axes of a box in canonical order: layer, part, token, head, dim; all as raw bits.
+Axes of a tile in canonical order: layer, part, token, head, dim; all as raw bits.
 """
 
 from pathlib import Path
@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.geometry import BlockTable, Box, KvPart
-from kvbus.planning import chosen_boxes, num_pieces
+from kvbus.geometry import BlockTable, KvPart, Tile
+from kvbus.planning import chosen_tiles, num_pieces
 from kvbus.protocol import Digests
 from tests.agents import until
 from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec, rank_link
 from tests.memories import Memory
 from tests.prefill.inside import SETTINGS, PrefillAgent, given_back, prefill_agent
-from tests.prefill.leases import BOX, IDS, SECRET, Case, leased
+from tests.prefill.leases import IDS, SECRET, TILE, Case, leased
 from tests.strict_links import StrictLink, bits
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_box_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
+async def test_a_tile_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
     packed = await case.packed()
 
     assert packed.num_bytes == 2 * 2 * 30 * 4 * FULL.head_dim * 2
@@ -46,9 +46,9 @@ async def test_digests_are_of_the_tokens_in_memory_now_all_or_those_that_are_exp
     after = numbers(await case.reader.ask(case.digest()))
     some = numbers(await case.reader.ask(case.digest(one_in=3)))
 
-    chosen = chosen_boxes(BOX, offer_id=case.offer_id, one_in=3)
+    chosen = chosen_tiles(TILE, offer_id=case.offer_id, one_in=3)
     assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
-    assert len(after) == num_pieces(BOX)
+    assert len(after) == num_pieces(TILE)
     assert len(some) == sum(map(num_pieces, chosen)) < len(after)
     assert set(some) <= set(after)
 
@@ -61,32 +61,32 @@ OTHER_MEMORY: list[Wrong] = [
     ({"memory_id": "earlier"}, STALE, "other memory"),
     ({"access": SECRET}, FORBIDDEN, "not yours"),
 ]
-OTHER_BOX: list[Wrong] = [
+OTHER_TILE: list[Wrong] = [
     ({"offer_id": "another"}, ErrorCode.OFFER_UNKNOWN, "no offer"),
     ({"rank": 1}, GEOMETRY, "rank 1"),
     ({"table": BlockTable.of([7, 3])}, GEOMETRY, "need 3 blocks"),
     ({"table": BlockTable.of([7, 3, NUM_BLOCKS])}, GEOMETRY, "out of range"),
     ({"table": BlockTable.of([7, 3, 6])}, GEOMETRY, "not those of the offer"),
-    ({"box.group": "none"}, GEOMETRY, "no group 'none'"),
-    ({"box.layers": (0, 2)}, GEOMETRY, "layers"),
-    ({"box.parts": ("latent",)}, GEOMETRY, "part"),
-    ({"box.num_heads": FULL.num_kv_heads}, GEOMETRY, "heads 1 to 7"),
-    ({"box.stop": 41}, GEOMETRY, "token 41"),
-    ({"box.start": 40}, GEOMETRY, "0 blocks"),
+    ({"tile.group": "none"}, GEOMETRY, "no group 'none'"),
+    ({"tile.layers": (0, 2)}, GEOMETRY, "layers"),
+    ({"tile.parts": ("latent",)}, GEOMETRY, "part"),
+    ({"tile.num_heads": FULL.num_kv_heads}, GEOMETRY, "heads 1 to 7"),
+    ({"tile.stop": 41}, GEOMETRY, "token 41"),
+    ({"tile.start": 40}, GEOMETRY, "0 blocks"),
 ]
 WRONG: dict[str, list[Wrong]] = {
     "check": OTHER_MEMORY,
     "digest": [
-        *(*OTHER_MEMORY, *OTHER_BOX),
+        *(*OTHER_MEMORY, *OTHER_TILE),
         ({"secret": SECRET}, FORBIDDEN, "not yours"),
-        ({"box.num_heads": 2**31 - 1}, GEOMETRY, "smaller one"),
+        ({"tile.num_heads": 2**31 - 1}, GEOMETRY, "smaller one"),
     ],
     "pack": [
-        *(*OTHER_MEMORY, *OTHER_BOX),
+        *(*OTHER_MEMORY, *OTHER_TILE),
         ({"epoch": 2}, STALE, "not live"),
         ({"token": SECRET}, FORBIDDEN, "not yours"),
         ({"table": BlockTable.of([7, 3, 7])}, GEOMETRY, "twice"),
-        ({"box.num_heads": 2**31 - 1}, GEOMETRY, "larger than a slot of 65536 bytes"),
+        ({"tile.num_heads": 2**31 - 1}, GEOMETRY, "larger than a slot of 65536 bytes"),
     ],
 }
 
@@ -122,17 +122,17 @@ async def test_digests_are_made_of_tokens_that_are_ready_of_an_offer_that_is_not
         "open", num_tokens=20, block_ids={"full": [1, 2]}, sealed=False
     )
     table, secret = BlockTable.of([1, 2]), offer.ticket["secret"]
-    own = {"offer_id": offer.offer_id, "secret": secret, "table": table, "box.stop": 20}
+    own = {"offer_id": offer.offer_id, "secret": secret, "table": table, "tile.stop": 20}
 
     ready = await case.reader.ask(case.digest(**own))
     with pytest.raises(RequestRefused) as early:
-        await case.reader.ask(case.digest(**own | {"box.stop": 21}))
+        await case.reader.ask(case.digest(**own | {"tile.stop": 21}))
     await offer.withdraw()
     await case.take()
     with pytest.raises(RequestRefused) as late:
         await case.reader.ask(case.digest())
 
-    assert len(numbers(ready)) == num_pieces(msgspec.structs.replace(BOX, stop=20))
+    assert len(numbers(ready)) == num_pieces(msgspec.structs.replace(TILE, stop=20))
     assert early.value.code is ErrorCode.GEOMETRY
     assert late.value.code is ErrorCode.OFFER_COMPLETED
 
@@ -192,8 +192,8 @@ async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_s
         processes = list(case.local.processes)
 
         done = await case.shake(ranks=(1,), access=SECRET)
-        box = Box("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)
-        packed = await case.packed(memory_id=done.memory_id, rank=1, box=box, slot_lease_s=0.2)
+        tile = Tile("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)
+        packed = await case.packed(memory_id=done.memory_id, rank=1, tile=tile, slot_lease_s=0.2)
 
         content = case.slot(packed).view(torch.int16).view(40, 3, FULL.head_dim)
         assert torch.equal(content, view[IDS].reshape(-1, 3, FULL.head_dim)[:40])

@@ -1,7 +1,7 @@
-"""Boxes: a share, cut to the size of a staging slot or of a message of digests.
+"""Tiles: a share, cut to the size of a staging slot or of a message of digests.
 
 Digests compare pieces. A piece is one head of one part of one layer at up to 16 positions: from a
-multiple of 16 on, cut to the box. Its bytes are in the order ``[token, dim]``, and pieces are in
+multiple of 16 on, cut to the tile. Its bytes are in the order ``[token, dim]``, and pieces are in
 the order ``[span, layer, part, head]``. So both sides derive the same pieces, for all layouts,
 block sizes and ranks.
 """
@@ -16,20 +16,20 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import Box, GroupSpec, num_blocks_for
+from kvbus.geometry import GroupSpec, Tile, num_blocks_for
 from kvbus.planning.mapping import Share, position_bytes
 
 LONG_BLOCK_BYTES = 128 << 10
-"""A box's bytes of one block; larger copies are hardly faster."""
+"""A tile's bytes of one block; larger copies are hardly faster."""
 SPAN_TOKENS = 16
 MAX_PIECES = 1 << 16
-"""Per box. Their digests take 512 KiB."""
+"""Per tile. Their digests take 512 KiB."""
 
 
-def cut_into_boxes(
-    share: Share, group: GroupSpec, span: tuple[int, int], *, box_bytes: int
-) -> tuple[Box, ...]:
-    """Cut ``share`` at positions ``span`` into as few boxes as possible, about equal.
+def cut_into_tiles(
+    share: Share, group: GroupSpec, span: tuple[int, int], *, tile_bytes: int
+) -> tuple[Tile, ...]:
+    """Cut ``share`` at positions ``span`` into as few tiles as possible, about equal.
 
     Positions are cut between blocks of ``group``, either side's, if one fits. Raises
     `GeometryError` if one position of one layer does not fit.
@@ -38,19 +38,19 @@ def cut_into_boxes(
     if stop <= start:
         return ()
     layer_bytes = position_bytes(share, group) // len(share.layers)
-    if layer_bytes > box_bytes:
+    if layer_bytes > tile_bytes:
         raise GeometryError(
             f"one token of one layer of group '{share.group}' takes {layer_bytes} bytes of a "
-            f"staging slot, which has {box_bytes}: raise slot_bytes to {layer_bytes} or more on "
+            f"staging slot, which has {tile_bytes}: raise slot_bytes to {layer_bytes} or more on "
             "both agents, and staging_bytes with it",
             field="slot_bytes",
             needed_bytes=layer_bytes,
-            given_bytes=box_bytes,
+            given_bytes=tile_bytes,
         )
-    best = min(_ways(share, group, span, layer_bytes=layer_bytes, box_bytes=box_bytes))
+    best = min(_ways(share, group, span, layer_bytes=layer_bytes, tile_bytes=tile_bytes))
     first_block, end_block = start // best.alignment, num_blocks_for(stop, best.alignment)
     return tuple(
-        share.box(
+        share.tile(
             share.layers[first:last],
             max(start, lo * best.alignment),
             min(stop, hi * best.alignment),
@@ -63,11 +63,11 @@ def cut_into_boxes(
 class _Way(NamedTuple):
     """A cut of layers and span into parts; the span is cut at multiples of ``alignment``.
 
-    The minimum is best. Order: fewest boxes; then the longest blocks, up to 128 KiB; then the
+    The minimum is best. Order: fewest tiles; then the longest blocks, up to 128 KiB; then the
     fewest layers, as each layer may be a separate copy.
     """
 
-    num_boxes: int
+    num_tiles: int
     is_short: bool
     order: int
     num_layer_cuts: int
@@ -76,11 +76,11 @@ class _Way(NamedTuple):
 
 
 def _ways(
-    share: Share, group: GroupSpec, span: tuple[int, int], *, layer_bytes: int, box_bytes: int
+    share: Share, group: GroupSpec, span: tuple[int, int], *, layer_bytes: int, tile_bytes: int
 ) -> Iterator[_Way]:
     start, stop = span
-    for together in range(1, min(len(share.layers), box_bytes // layer_bytes) + 1):
-        most = box_bytes // (layer_bytes * together)
+    for together in range(1, min(len(share.layers), tile_bytes // layer_bytes) + 1):
+        most = tile_bytes // (layer_bytes * together)
         alignment = group.block_size if group.block_size <= most else 1
         num_layer_cuts, num_span_cuts = -(-len(share.layers) // together), 1
         if stop - start > most:
@@ -89,8 +89,8 @@ def _ways(
         block_bytes = together * alignment * layer_bytes
         is_short = block_bytes < LONG_BLOCK_BYTES
         order = -block_bytes if is_short else block_bytes
-        num_boxes = num_layer_cuts * num_span_cuts
-        yield _Way(num_boxes, is_short, order, num_layer_cuts, alignment, num_span_cuts)
+        num_tiles = num_layer_cuts * num_span_cuts
+        yield _Way(num_tiles, is_short, order, num_layer_cuts, alignment, num_span_cuts)
 
 
 def evenly(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
@@ -107,14 +107,14 @@ class Piece(NamedTuple):
     stop: int
 
 
-def num_pieces(box: Box) -> int:
-    return len(_spans(box.start, box.stop)) * prod(_shape(box))
+def num_pieces(tile: Tile) -> int:
+    return len(_spans(tile.start, tile.stop)) * prod(_shape(tile))
 
 
 def cut_for_digests(
     share: Share, span: tuple[int, int], *, most: int = MAX_PIECES
-) -> Iterator[Box]:
-    """Yield boxes of at most ``most`` pieces that cover ``share`` once.
+) -> Iterator[Tile]:
+    """Yield tiles of at most ``most`` pieces that cover ``share`` once.
 
     They are cut between spans, and between layers if one span has too many pieces.
     """
@@ -125,32 +125,32 @@ def cut_for_digests(
     for first in range(0, len(share.layers), num_layers):
         layers = share.layers[first : first + num_layers]
         for at in spans:
-            yield share.box(layers, max(start, at), min(stop, at + spans.step))
+            yield share.tile(layers, max(start, at), min(stop, at + spans.step))
 
 
 # Both sides choose independently, and must choose alike. The choice depends on layer and span, not
-# on the position in a box. So it does not depend on how the KV is cut. It differs between offers.
-def chosen_boxes(box: Box, *, offer_id: str, one_in: int) -> Iterator[Box]:
-    """Yield the boxes to compare: of each span, about one layer in ``one_in``."""
-    spans = _spans(box.start, box.stop)
+# on the position in a tile. So it does not depend on how the KV is cut. It differs between offers.
+def chosen_tiles(tile: Tile, *, offer_id: str, one_in: int) -> Iterator[Tile]:
+    """Yield the tiles to compare: of each span, about one layer in ``one_in``."""
+    spans = _spans(tile.start, tile.stop)
     numbers = np.array(spans, np.uint64) // np.uint64(SPAN_TOKENS)
-    mixed = _mixed(_seed(offer_id, box.group) + np.array(box.layers, np.uint64))
+    mixed = _mixed(_seed(offer_id, tile.group) + np.array(tile.layers, np.uint64))
     is_chosen = _mixed(mixed + numbers[:, None]) % np.uint64(one_in) == 0
     for at, chosen in zip(spans, is_chosen.tolist(), strict=True):
         if any(chosen):
-            layers = tuple(one for one, is_one in zip(box.layers, chosen, strict=True) if is_one)
-            start, stop = max(box.start, at), min(box.stop, at + SPAN_TOKENS)
-            yield replace(box, layers=layers, start=start, stop=stop)
+            layers = tuple(one for one, is_one in zip(tile.layers, chosen, strict=True) if is_one)
+            start, stop = max(tile.start, at), min(tile.stop, at + SPAN_TOKENS)
+            yield replace(tile, layers=layers, start=start, stop=stop)
 
 
-def piece_of(boxes: Iterable[Box], number: int) -> Piece:
-    """Return a piece by its number in `chosen_boxes`; raises `IndexError`."""
-    for box in boxes:
-        if number < num_pieces(box):
-            layer, part, head = map(int, np.unravel_index(number, _shape(box)))
-            head += box.first_head
-            return Piece(box.layers[layer], box.parts[part], head, box.start, box.stop)
-        number -= num_pieces(box)
+def piece_of(tiles: Iterable[Tile], number: int) -> Piece:
+    """Return a piece by its number in `chosen_tiles`; raises `IndexError`."""
+    for tile in tiles:
+        if number < num_pieces(tile):
+            layer, part, head = map(int, np.unravel_index(number, _shape(tile)))
+            head += tile.first_head
+            return Piece(tile.layers[layer], tile.parts[part], head, tile.start, tile.stop)
+        number -= num_pieces(tile)
     raise IndexError(f"there are {number} pieces fewer")
 
 
@@ -159,8 +159,8 @@ def _spans(start: int, stop: int, num: int = 1) -> range:
     return range(first, stop if stop > start else first, num * SPAN_TOKENS)
 
 
-def _shape(box: Box) -> tuple[int, int, int]:
-    return len(box.layers), len(box.parts), box.num_heads
+def _shape(tile: Tile) -> tuple[int, int, int]:
+    return len(tile.layers), len(tile.parts), tile.num_heads
 
 
 def _seed(offer_id: str, group: str) -> np.uint64:

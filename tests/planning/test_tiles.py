@@ -1,4 +1,4 @@
-"""Boxes cover a share once, each fits its slot, however they are cut."""
+"""Tiles cover a share once, each fits its slot, however they are cut."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
-    Box,
     GroupSpec,
     StatePart,
+    Tile,
     slot_bytes,
     state_group,
 )
-from kvbus.planning import Share, cut_into_boxes
+from kvbus.planning import Share, cut_into_tiles
 from tests.examples import num_examples
 
 
@@ -26,15 +26,15 @@ class Case:
     share: Share
     group: GroupSpec
     span: tuple[int, int]
-    box_bytes: int
+    tile_bytes: int
 
     def slot_bytes(self, *, num_layers: int, num_positions: int) -> int:
-        """Of a box of the share with so many layers, from the beginning of a block on."""
+        """Of a tile of the share with so many layers, from the beginning of a block on."""
         share = self.share
         heads = (share.first_head, share.num_heads)
         layers = share.layers[:num_layers]
-        box = Box(share.group, layers, share.parts, *heads, 0, num_positions)
-        return slot_bytes(self.group, box)
+        tile = Tile(share.group, layers, share.parts, *heads, 0, num_positions)
+        return slot_bytes(self.group, tile)
 
 
 @st.composite
@@ -60,35 +60,35 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=num_examples(600), deadline=None)
 @given(cases())
-def test_boxes_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(case: Case) -> None:
+def test_tiles_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(case: Case) -> None:
     share = case.share
 
-    boxes = cut_into_boxes(share, case.group, case.span, box_bytes=case.box_bytes)
+    tiles = cut_into_tiles(share, case.group, case.span, tile_bytes=case.tile_bytes)
 
     assert Counter(product(share.layers, share.parts, range(*case.span))) == Counter(
         element
-        for box in boxes
-        for element in product(box.layers, box.parts, range(box.start, box.stop))
+        for tile in tiles
+        for element in product(tile.layers, tile.parts, range(tile.start, tile.stop))
     )
-    assert {(box.group, box.first_head, box.num_heads) for box in boxes} == {
+    assert {(tile.group, tile.first_head, tile.num_heads) for tile in tiles} == {
         ("full", share.first_head, share.num_heads)
     }
-    assert all(slot_bytes(case.group, box) <= case.box_bytes for box in boxes)
-    assert len(boxes) <= most_boxes(case)
+    assert all(slot_bytes(case.group, tile) <= case.tile_bytes for tile in tiles)
+    assert len(tiles) <= most_tiles(case)
 
 
-def most_boxes(case: Case) -> float:
+def most_tiles(case: Case) -> float:
     """What whole layers alone, or cut tokens alone, would take."""
     num_layers, (start, stop) = len(case.share.layers), case.span
     unit = case.group.block_size
     layer_bytes = case.slot_bytes(num_layers=1, num_positions=stop - start)
     unit_bytes = case.slot_bytes(num_layers=num_layers, num_positions=unit)
     most = inf
-    if layer_bytes <= case.box_bytes:
-        most = ceil(num_layers / (case.box_bytes // layer_bytes))
-    if unit_bytes <= case.box_bytes:
+    if layer_bytes <= case.tile_bytes:
+        most = ceil(num_layers / (case.tile_bytes // layer_bytes))
+    if unit_bytes <= case.tile_bytes:
         num_units = ceil(stop / unit) - start // unit
-        most = min(most, ceil(num_units / (case.box_bytes // unit_bytes)))
+        most = min(most, ceil(num_units / (case.tile_bytes // unit_bytes)))
     return most
 
 
@@ -96,21 +96,24 @@ FULL = GroupSpec("full", tuple(range(16)), 16, 8, 128, "bfloat16")
 SHARE = Share(0, 0, "full", FULL.layers, FULL.parts, 4, 4)
 
 
-def test_a_slot_too_small_for_the_least_box_is_refused_with_what_to_raise() -> None:
+def test_a_slot_too_small_for_the_least_tile_is_refused_with_what_to_raise() -> None:
     with pytest.raises(GeometryError, match=r"one token .*raise slot_bytes to 2048") as refused:
-        cut_into_boxes(SHARE, FULL, (0, 100), box_bytes=2047)
+        cut_into_tiles(SHARE, FULL, (0, 100), tile_bytes=2047)
 
     sizes = {"needed_bytes": 2048, "given_bytes": 2047}
     assert refused.value.detail == {"field": "slot_bytes", **sizes}
-    assert len(cut_into_boxes(SHARE, FULL, (0, 1), box_bytes=2048)) == 16
+    assert len(cut_into_tiles(SHARE, FULL, (0, 1), tile_bytes=2048)) == 16
 
 
-def test_no_positions_are_no_box_and_a_state_is_cut_between_layers_only() -> None:
+def test_no_positions_are_no_tile_and_a_state_is_cut_between_layers_only() -> None:
     state = state_group("state", (1, 3, 5), (StatePart("ssm", 4, 100),))
     share = Share(0, 0, "state", (1, 3, 5), ("ssm",), 2, 2)
 
-    nothing = cut_into_boxes(SHARE, FULL, (0, 0), box_bytes=1)
-    boxes = cut_into_boxes(share, state, (0, 1), box_bytes=450)
+    nothing = cut_into_tiles(SHARE, FULL, (0, 0), tile_bytes=1)
+    tiles = cut_into_tiles(share, state, (0, 1), tile_bytes=450)
 
     assert not nothing
-    assert [(box.layers, box.start, box.stop) for box in boxes] == [((1,), 0, 1), ((3, 5), 0, 1)]
+    assert [(tile.layers, tile.start, tile.stop) for tile in tiles] == [
+        ((1,), 0, 1),
+        ((3, 5), 0, 1),
+    ]

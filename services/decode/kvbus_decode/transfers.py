@@ -1,4 +1,4 @@
-"""Stages of legs: jobs of the data process, and requests to the leg's holder.
+"""Stages of transfers: jobs of the data process, and requests to the transfer's holder.
 
 Begin ─▶ StageRunner ─▶ work.begin(stage) ─▶ jobs, requests ─▶ Stage.end ─▶ StageEnded, once
 """
@@ -24,13 +24,21 @@ from kvbus.errors import (
 from kvbus.memory.run_copy import copy_runs
 from kvbus.table import Promise
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.read_table import COPYING, READING, Begin, Event, Leg, LegState, StageEnded
+from kvbus_decode.read_table import (
+    COPYING,
+    READING,
+    Begin,
+    Event,
+    StageEnded,
+    Transfer,
+    TransferState,
+)
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import SourcePlan
 
 
 class Work(Protocol):
-    """Interface of a leg's work. `begin` ends the stage by `Stage.end`, or by raising."""
+    """Interface of a transfer's work. `begin` ends the stage by `Stage.end`, or by raising."""
 
     def begin(self, stage: "Stage") -> None: ...
 
@@ -48,8 +56,8 @@ class Stage:
     def __init__(
         self, context: TransferContext, command: Begin, on_ended: Callable[[StageEnded], None]
     ) -> None:
-        self.context, self.leg = context, command.leg
-        self.kind: LegState = command.stage
+        self.context, self.transfer = context, command.transfer
+        self.kind: TransferState = command.stage
         self.done: tuple[int, ...] = command.done
         self._on_ended = on_ended
         self._jobs: list[StartedJob] = []
@@ -96,7 +104,7 @@ class Stage:
     ) -> None:
         """End the stage, and abort its jobs on an error. Only the first call counts."""
         if self._outcome is None:
-            self._outcome = StageEnded(self.leg, num_bytes, error, slot_id, slot_lease_s)
+            self._outcome = StageEnded(self.transfer, num_bytes, error, slot_id, slot_lease_s)
             if error is not None:
                 self.abort()
         self._settle()
@@ -116,25 +124,25 @@ class Stage:
 class StageRunner:
     def __init__(self, context: TransferContext) -> None:
         self._means = context
-        self._running: dict[Leg, Stage] = {}
+        self._running: dict[Transfer, Stage] = {}
 
     def begin(self, command: Begin, promise: Promise[Event]) -> None:
         """Begin a stage. On an exception it fails once its jobs have ended."""
 
         def end(ended: StageEnded) -> None:
             if not promise.is_kept:
-                del self._running[ended.leg]
+                del self._running[ended.transfer]
                 promise(ended)
 
-        stage = self._running[command.leg] = Stage(self._means, command, end)
-        work: Work = command.leg.work
+        stage = self._running[command.transfer] = Stage(self._means, command, end)
+        work: Work = command.transfer.work
         try:
             work.begin(stage)
         except Exception as error:
             stage.end(error=failure(error))
 
-    def abort(self, leg: Leg) -> None:
-        if (stage := self._running.get(leg)) is not None:
+    def abort(self, transfer: Transfer) -> None:
+        if (stage := self._running.get(transfer)) is not None:
             stage.abort()
 
 
@@ -149,7 +157,7 @@ def tables_are_checked() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DirectWork:
-    stages: ClassVar[tuple[LegState, ...]] = (READING,)
+    stages: ClassVar[tuple[TransferState, ...]] = (READING,)
     chunk: Chunk
     plan: SourcePlan
 
@@ -178,13 +186,13 @@ class DirectWork:
 #                                              └─ was it cut? then the job has failed
 #     here    ───────[closed]──DiscardMemory──────── the job has ended ── is it open? no: it failed
 #
-# A leg therefore checks its map again after the job. A map that is still open here was open at each
-# read of the job.
+# A transfer therefore checks its map again after the job. A map that is still open here was open at
+# each read of the job.
 @dataclass(slots=True, eq=False, kw_only=True)
 class MappedWork:
     """Copy from one mapped source, straight into the blocks."""
 
-    stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
+    stages: ClassVar[tuple[TransferState, ...]] = (COPYING,)
     chunk: Chunk
     plan: SourcePlan
 

@@ -1,4 +1,4 @@
-"""Legs of boxes: staged here, packed by the holder, zeroed here, or compared."""
+"""Transfers of tiles: staged here, packed by the holder, zeroed here, or compared."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +12,14 @@ from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import DeviceSlots
 from kvbus.data import messages as data
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
-from kvbus.geometry import Box, GroupSpec, slot_bytes
-from kvbus.planning import Share, Span, chosen_boxes, piece_of
+from kvbus.geometry import GroupSpec, Tile, slot_bytes
+from kvbus.planning import Share, Span, chosen_tiles, piece_of
 from kvbus.protocol import peer as wire
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.legs import Stage, open_plan
-from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, LegState
+from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, TransferState
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import SourcePlan
+from kvbus_decode.transfers import Stage, open_plan
 
 log = structlog.get_logger()
 
@@ -35,11 +35,11 @@ class StagedWork:
     ``index`` is that of the plan in the source's list of staged ones.
     """
 
-    stages: ClassVar[tuple[LegState, ...]] = (QUEUED, READING, COPYING)
+    stages: ClassVar[tuple[TransferState, ...]] = (QUEUED, READING, COPYING)
     chunk: Chunk
     plan: SourcePlan
     index: int
-    box: Span
+    tile: Span
     slots: DeviceSlots
 
     def begin(self, stage: Stage) -> None:
@@ -50,7 +50,7 @@ class StagedWork:
                 plan=plan.number,
                 index=self.index,
                 source_tables=self.chunk.wanted.tables,
-                box=self.box,
+                tile=self.tile,
                 device=slots.device,
                 slot=slot,
                 priority=asked.priority,
@@ -61,7 +61,7 @@ class StagedWork:
                 plan=plan.number,
                 index=self.index,
                 target_tables=asked.tables,
-                box=self.box,
+                tile=self.tile,
                 device=slots.device,
                 slot=slot,
                 turn=self.chunk.turn,
@@ -71,14 +71,14 @@ class StagedWork:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PackedWork:
-    """READ of a box that its holder has packed, then a copy to all ``share.readers``."""
+    """READ of a tile that its holder has packed, then a copy to all ``share.readers``."""
 
-    stages: ClassVar[tuple[LegState, ...]] = (PACKING, QUEUED, READING, COPYING)
+    stages: ClassVar[tuple[TransferState, ...]] = (PACKING, QUEUED, READING, COPYING)
     chunk: Chunk
     source: Source
     share: Share
     group: GroupSpec
-    box: Box
+    tile: Tile
     slots: DeviceSlots
     packed: wire.Packed | None = None
 
@@ -97,8 +97,8 @@ class PackedWork:
             offer_id=chunk.ticket.offer_id,
             epoch=chunk.wanted.epoch,
             rank=self.share.holder,
-            box=self.box,
-            table=chunk.blocks_of(self.box),
+            tile=self.tile,
+            table=chunk.blocks_of(self.tile),
             slot_lease_s=context.lease_s,
             token=chunk.wanted.token,
             done=stage.done,
@@ -111,10 +111,10 @@ class PackedWork:
         if isinstance(packed, KVBusError):
             stage.end(error=packed)
             return
-        num_bytes = slot_bytes(self.group, self.box)
+        num_bytes = slot_bytes(self.group, self.tile)
         if packed.num_bytes != num_bytes:
             release_slots(self.source, (packed.slot_id,))
-            message = f"the prefill agent packed {packed.num_bytes} bytes, the box has {num_bytes}"
+            message = f"the prefill agent packed {packed.num_bytes} bytes, the tile has {num_bytes}"
             stage.end(error=GeometryError(message))
             return
         self.packed = packed
@@ -123,8 +123,8 @@ class PackedWork:
     def _read(self, stage: Stage) -> None:
         packed, nixl, slots = self.packed, self.source.nixl_peer, self.slots
         if packed is None or nixl is None:
-            raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
-        read = data.ReadBox(
+            raise LocalError("the tile is not packed", code=ErrorCode.INTERNAL)
+        read = data.ReadTile(
             peer=self.source.nixl_agent,
             address=packed.address,
             num_bytes=packed.num_bytes,
@@ -140,8 +140,8 @@ class PackedWork:
         ranks = [self.chunk.route.engine.ranks[number] for number in self.share.readers]
         scatter = data.Scatter(
             memories=tuple(rank.defined.number for rank in ranks),
-            table=self.chunk.asked.tables[self.box.group],
-            box=self.box,
+            table=self.chunk.asked.tables[self.tile.group],
+            tile=self.tile,
             device=self.slots.device,
             slot=_slot_of(stage),
             turn=self.chunk.turn,
@@ -150,9 +150,9 @@ class PackedWork:
 
 
 def _slot_of(stage: Stage) -> int:
-    if stage.leg.slot is None:
-        raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
-    return stage.leg.slot
+    if stage.transfer.slot is None:
+        raise LocalError("the tile has no slot", code=ErrorCode.INTERNAL)
+    return stage.transfer.slot
 
 
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
@@ -162,7 +162,7 @@ def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ZeroWork:
-    stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
+    stages: ClassVar[tuple[TransferState, ...]] = (COPYING,)
     chunk: Chunk
     rank: RankMemory
     group: str
@@ -189,23 +189,23 @@ class ZeroWork:
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareWork:
-    """Comparison of one box. ``found`` has digests by rank, those of the holder under None."""
+    """Comparison of one tile. ``found`` has digests by rank, those of the holder under None."""
 
-    stages: ClassVar[tuple[LegState, ...]] = (COMPARING,)
+    stages: ClassVar[tuple[TransferState, ...]] = (COMPARING,)
     chunk: Chunk
     source: Source
     share: Share
-    box: Box
+    tile: Tile
     found: dict[int | None, Digests] = field(default_factory=dict)
 
     def begin(self, stage: Stage) -> None:
-        chunk, box, offer_id = self.chunk, self.box, self.chunk.ticket.offer_id
+        chunk, tile, offer_id = self.chunk, self.tile, self.chunk.ticket.offer_id
         for number in self.share.readers:
             rank = chunk.route.engine.ranks[number]
             digest = data.Digest(
                 memory=rank.defined.number,
-                table=chunk.asked.tables[box.group],
-                box=box,
+                table=chunk.asked.tables[tile.group],
+                tile=tile,
                 offer_id=offer_id,
                 one_in=chunk.one_in,
                 turn=chunk.turn,
@@ -215,8 +215,8 @@ class CompareWork:
             **self.source.named,
             offer_id=offer_id,
             rank=self.share.holder,
-            box=box,
-            table=chunk.blocks_of(box),
+            tile=tile,
+            table=chunk.blocks_of(tile),
             one_in=chunk.one_in,
             secret=chunk.ticket.secret,
         )
@@ -260,17 +260,17 @@ class CompareWork:
         counts["different",] += wrong.size
         if not wrong.size:
             return None
-        boxes = chosen_boxes(self.box, offer_id=chunk.ticket.offer_id, one_in=chunk.one_in)
-        piece, holder = piece_of(boxes, int(wrong[0])), self.share.holder
+        tiles = chosen_tiles(self.tile, offer_id=chunk.ticket.offer_id, one_in=chunk.one_in)
+        piece, holder = piece_of(tiles, int(wrong[0])), self.share.holder
         return RemoteError(
             f"rank {rank} has other bytes than rank {holder} of prefill engine "
-            f"'{self.source.engine_id}': group '{self.box.group}', layer {piece.layer}, "
+            f"'{self.source.engine_id}': group '{self.tile.group}', layer {piece.layer}, "
             f"'{piece.part}', head {piece.head}, tokens {piece.start} to {piece.stop}; "
             f"{wrong.size} of {found.size} pieces differ",
             code=ErrorCode.DIGEST_MISMATCH,
             rank=rank,
             holder=holder,
-            group=self.box.group,
+            group=self.tile.group,
             num_different=wrong.size,
             **piece._asdict(),
         )
