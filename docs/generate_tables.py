@@ -47,7 +47,7 @@ def page() -> str:
         "An offer, at the prefill agent",
         OfferState,
         prefill.TRANSITIONS,
-        {OfferState.AWAITED: "Meet, or MakeOffer"},
+        {OfferState.AWAITED: "AwaitOffer, or MakeOffer"},
     )
     tile = section(
         "A tile in a staging slot, at the prefill agent",
@@ -59,7 +59,7 @@ def page() -> str:
         "A fetch, at the decode agent",
         FetchState,
         decode.TRANSITIONS,
-        {FetchState.MEETING: "Requested, no ticket yet", FetchState.RESOLVING: "Requested"},
+        {FetchState.AWAITING: "Requested, no ticket yet", FetchState.RESOLVING: "Requested"},
     )
     transfer = section(
         "A transfer of a read, at the decode agent",

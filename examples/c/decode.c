@@ -129,7 +129,7 @@ void on_notice(const char *op, const msgpack_object *body) {
             give_back(j);
 }
 
-int words_open(void) { return -1; } /* they are for offers */
+int cells_open(void) { return -1; } /* they are for offers */
 
 void on_lost(void) {
     for (job *j = jobs; j < jobs + MAX_JOBS; j++)

@@ -19,7 +19,7 @@
 
 /* cache.c: one rank, one group; block, layer, part, token, head, dim in the order of the strides */
 
-enum { WORDS_BYTES = 4096 };
+enum { CELLS_BYTES = 4096 };
 enum { NUM_BLOCKS = 32, NUM_LAYERS = 2, NUM_PARTS = 2, NUM_HEADS = 2, HEAD_DIM = 8, ITEM_BYTES = 2 };
 enum { MAX_TOKENS = 512, MAX_JOB_BLOCKS = MAX_TOKENS };
 
@@ -81,5 +81,5 @@ void tell(const char *word, long name, const char *rest);
 
 void on_line(char *line);
 void on_notice(const char *op, const msgpack_object *body);
-int words_open(void); /* descriptor of its page of words; -1: it has none */
+int cells_open(void); /* descriptor of its page of cells; -1: it has none */
 void on_lost(void); /* everything that the agent had is over */

@@ -17,39 +17,39 @@ typedef struct {
     unsigned counts[MAX_COUNTS], num_counts, step, ready;
     blocks table;
     char offer_id[MAX_ID];
-    uint64_t word; /* 0: it has none */
+    uint64_t cell; /* 0: it has none */
 } job;
 
 static job jobs[MAX_JOBS];
 
-/* The page of words: a decode agent of this machine takes an offer by its word, without a question.
- * Each job has the word of its own number, and a new name for each offer. */
+/* The page of cells: a decode agent of this machine takes an offer by its cell, without a question.
+ * Each job has the cell of its own number, and a new name for each offer. */
 
-enum { NUM_WORDS = 512 };
-static _Atomic uint64_t *words;
+enum { NUM_CELLS = 512 };
+static _Atomic uint64_t *cells;
 
-int words_open(void) {
+int cells_open(void) {
     static int fd = -1;
-    if (!words)
-        words = shared_memory("words", WORDS_BYTES, &fd);
+    if (!cells)
+        cells = shared_memory("cells", CELLS_BYTES, &fd);
     return fd;
 }
 
-static uint64_t word_open(const job *j) {
+static uint64_t cell_open(const job *j) {
     static uint64_t round;
-    uint64_t name = ++round * NUM_WORDS + (uint64_t)(j - jobs);
-    atomic_exchange(&words[name % NUM_WORDS], 4 * name + 3);
+    uint64_t name = ++round * NUM_CELLS + (uint64_t)(j - jobs);
+    atomic_exchange(&cells[name % NUM_CELLS], 4 * name + 3);
     return name;
 }
 
 /* Nobody takes the offer from now on: its blocks may be written to. */
-static void word_close(const job *j) {
-    if (j->word)
-        atomic_exchange(&words[j->word % NUM_WORDS], 0);
+static void cell_close(const job *j) {
+    if (j->cell)
+        atomic_exchange(&cells[j->cell % NUM_CELLS], 0);
 }
 
 static void end(job *j, const char *word, const char *rest) {
-    word_close(j);
+    cell_close(j);
     tell(word, j->name, rest);
     blocks_free(&j->table);
     j->name = 0;
@@ -149,9 +149,9 @@ static void offer(long name, char *rest) {
     begin(&body, &pk);
     bool sealed = j->num_counts == 1;
     if (sealed)
-        j->word = word_open(j);
+        j->cell = cell_open(j);
     msgpack_pack_map(&pk, 5);
-    pack_text(&pk, "word"), msgpack_pack_uint64(&pk, j->word);
+    pack_text(&pk, "cell"), msgpack_pack_uint64(&pk, j->cell);
     pack_text(&pk, "request_id"), pack_text(&pk, request_id);
     pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);

@@ -13,7 +13,7 @@ enum {
 /* min_protocol, max_protocol, engine_id, boot -> protocol, agent_id, agent_boot, role, engine_endpoint,
    peer_endpoint, events_endpoint, [server_key] */
 #define KVBUS_OP_HELLO "hello"
-/* segment_id, size_bytes, [direct], [words] -> sealed */
+/* segment_id, size_bytes, [direct], [cells] -> sealed */
 #define KVBUS_OP_SEGMENT "segment"
 /* segment_id, device, handle, offset_bytes, size_bytes, [event] -> nothing */
 #define KVBUS_OP_CUDA "cuda"
@@ -32,7 +32,7 @@ enum {
 /* Engine socket of a prefill agent: what is asked, and what the answer has */
 
 /* request_id, num_tokens, tables, [sealed], [ttl_s], [audience], [prompt_digest], [transfer_id], [readers],
-   [traceparent], [asked_s], [word], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
+   [traceparent], [asked_s], [cell], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
    [ttl_s] */
 #define KVBUS_OP_OFFER "offer"
 /* offer_id, num_tokens, [tables] -> nothing */

@@ -123,8 +123,8 @@ static bool pass_memory(session *s, const char *id, size_t size, int memory) {
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
     pack_text(&pk, "segment_id"), pack_text(&pk, id);
     pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, size);
-    pack_text(&pk, "words");
-    strcmp(id, "words") ? msgpack_pack_false(&pk) : msgpack_pack_true(&pk);
+    pack_text(&pk, "cells");
+    strcmp(id, "cells") ? msgpack_pack_false(&pk) : msgpack_pack_true(&pk);
     msgpack_unpacked reply;
     bool done = call(s->attach, &message, memory, &reply);
     msgpack_unpacked_destroy(&reply);
@@ -146,7 +146,7 @@ session *session_open(const char *path, int memory) {
     s->attach = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(s->attach, (struct sockaddr *)&address, sizeof address) || !say_hello(s) ||
         (memory >= 0 && !pass_memory(s, "kv", cache_bytes(), memory)) ||
-        (memory >= 0 && words_open() >= 0 && !pass_memory(s, "words", WORDS_BYTES, words_open()))) {
+        (memory >= 0 && cells_open() >= 0 && !pass_memory(s, "cells", CELLS_BYTES, cells_open()))) {
         session_close(s);
         return NULL;
     }

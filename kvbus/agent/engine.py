@@ -18,7 +18,7 @@ from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
-from kvbus.memory.mapping import WordsPage
+from kvbus.memory.mapping import CellsPage
 from kvbus.protocol.engine import AgentRanks, Register
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
@@ -79,8 +79,8 @@ class LocalEngine:
     processes: list[EngineProcess] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
-    shares_words: bool = True
-    """False after a reader that has the page of words lost its right to it."""
+    shares_cells: bool = True
+    """False after a reader that has the page of cells lost its right to it."""
     _accesses: list[str] = field(default_factory=list, repr=False)
     _memories: dict[int, str] = field(default_factory=dict)
 
@@ -123,9 +123,9 @@ class LocalEngine:
         return any(rank.direct for rank in self.ranks.values())
 
     @property
-    def words(self) -> WordsPage | None:
-        """The page of words, if the process that passed it has all ranks."""
-        pages = (rank.words for rank in self.ranks.values() if self.shares_words)
+    def cells(self) -> CellsPage | None:
+        """The page of cells, if the process that passed it has all ranks."""
+        pages = (rank.cells for rank in self.ranks.values() if self.shares_cells)
         return next((page for page in pages if page is not None), None)
 
     def check_memory(self) -> None:

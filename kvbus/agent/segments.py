@@ -26,12 +26,12 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import MappedFile, PassedFile, WordsPage, do_all
+from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, do_all
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.commit_cell import CELLS_BYTES
 from kvbus.protocol.message import Empty
-from kvbus.protocol.word import WORDS_BYTES
 
 MAX_PROCESS_SEGMENTS = 4096
 
@@ -52,7 +52,7 @@ class RankMemory:
     defined: Defined
     device: str
     direct: bool
-    words: WordsPage | None
+    cells: CellsPage | None
     segments: Segments
     num_blocks: dict[str, int] = field(init=False)
 
@@ -91,7 +91,7 @@ class Segments:
     ) -> None:
         self.passed: dict[str, Passed] = {}
         self.direct = True
-        self.words: WordsPage | None = None
+        self.cells: CellsPage | None = None
         self._data, self._staging, self._bus_errors = data, staging, bus_errors
         self._on_cut, self._loop = on_cut, asyncio.get_running_loop()
         self._device: str | None = None
@@ -107,9 +107,9 @@ class Segments:
         """
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
-        if segment.words and segment.size_bytes != WORDS_BYTES:
+        if segment.cells and segment.size_bytes != CELLS_BYTES:
             raise SegmentError(
-                f"a page of words has {WORDS_BYTES} bytes, not {segment.size_bytes}",
+                f"a page of cells has {CELLS_BYTES} bytes, not {segment.size_bytes}",
                 size_bytes=segment.size_bytes,
             )
         direct = segment.direct and not self._staging.only
@@ -119,8 +119,8 @@ class Segments:
         passed = await in_thread(partial(PassedFile, fds.pop(), size_bytes=segment.size_bytes))
         try:
             self._check_new(segment.segment_id, HOST)  # another one may have arrived meanwhile
-            if segment.words and passed.sealed and swap_word is not None:
-                self.words = WordsPage(passed)
+            if segment.cells and passed.sealed and swap_word is not None:
+                self.cells = CellsPage(passed)
         except (KVBusError, OSError):
             await in_thread(passed.close)
             raise
@@ -168,7 +168,7 @@ class Segments:
             defined=defined,
             device=self._device or HOST,
             direct=self.direct,
-            words=self.words,
+            cells=self.cells,
             segments=self,
         )
         self._memories.append(memory)
@@ -237,9 +237,9 @@ class Segments:
             except KVBusError as error:
                 failures.append(error)
         files = [one for one in self.passed.values() if isinstance(one, PassedFile)]
-        words = [self.words] if self.words is not None else []
+        cells = [self.cells] if self.cells is not None else []
         watched = [mapping.address for mapping in self._mapped.values()]
-        ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *words, *files]
+        ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *cells, *files]
         try:  # a plan may contain the addresses, so they live as long as this object
             await in_thread(do_all, [one.close for one in ones])
         finally:

@@ -81,7 +81,7 @@ def speed(name: str, num_bytes: int, seconds: float) -> Figure:
     return Figure(name, num_bytes / seconds / 1e9, "GB/s")
 
 
-STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "taking")
+STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
 
 
 def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:

@@ -38,7 +38,7 @@ TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
 FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
 TAKE = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
 RELEASED = {"offer_id": "o" * 32, "request_id": "q" * 32, "outcome": "completed"}
-STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "taking")
+STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
 FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
 
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode

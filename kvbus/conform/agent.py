@@ -31,6 +31,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, validate_engine, validate_rank
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.commit_cell import CELLS_BYTES
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Ping, Register
 from kvbus.protocol.envelope import (
     PROTOCOL_VERSION,
@@ -40,7 +41,6 @@ from kvbus.protocol.envelope import (
     unpack_map,
 )
 from kvbus.protocol.message import REQUESTS, Message, Socket, error_body, from_body
-from kvbus.protocol.word import WORDS_BYTES
 
 TICK_MS = 50
 BACKLOG = 64
@@ -138,9 +138,9 @@ class PlayedAgent:
         return [place for session in self.sessions for place in session.places]
 
     @property
-    def words(self) -> memoryview | None:
-        """Page of words as 64-bit integers."""
-        return next((one.words for one in self.sessions if one.words is not None), None)
+    def cells(self) -> memoryview | None:
+        """Page of cells as 64-bit integers."""
+        return next((one.cells for one in self.sessions if one.cells is not None), None)
 
     @property
     def files(self) -> set[tuple[int, int]]:
@@ -323,11 +323,11 @@ class PlayedAgent:
         if not self.book.expect("attach.size", size == passed.size_bytes, differs):
             raise LocalError(differs, code=ErrorCode.SEGMENT)
         mapped = mmap.mmap(fds[0], size)
-        if not passed.words:
+        if not passed.cells:
             session.segments[name] = mapped
             session.files.add((status.st_dev, status.st_ino))
-        elif self.book.expect("attach.size", size == WORDS_BYTES, f"words of {size:,} bytes"):
-            session.words = memoryview(mapped).cast("Q")
+        elif self.book.expect("attach.size", size == CELLS_BYTES, f"cells of {size:,} bytes"):
+            session.cells = memoryview(mapped).cast("Q")
         return {"sealed": self._look_at_seals(name, fds[0])}
 
     def _look_at_seals(self, name: str, fd: int) -> bool:

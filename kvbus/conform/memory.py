@@ -94,7 +94,7 @@ class RegionView:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveWord:
+class LiveCell:
     page: memoryview
     number: int
     value: int

@@ -4,12 +4,13 @@ import json
 from functools import partial
 
 from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
-from kvbus.conform.memory import LiveWord, covered
+from kvbus.conform.memory import LiveCell, covered
 from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import MAX_BLOCKS, Job, Kept, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import num_blocks_for
+from kvbus.protocol.commit_cell import NUM_CELLS
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
@@ -20,7 +21,6 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.message import Message
-from kvbus.protocol.word import NUM_WORDS
 
 
 class OfferStage(Stage):
@@ -87,38 +87,38 @@ class OfferStage(Stage):
             return refusal("geometry", problem)
         if body.sealed:
             self._seal(job, body.num_tokens)
-        self._open_word(job, body)
+        self._open_cell(job, body)
         self._announce(job, body.num_tokens)
         return {"ok": {"offer_id": job.handoff_id, "ticket": ticket_of(job), "later": None}}
 
-    # The engine may write to the blocks of an ended offer only after it has closed the word. The
+    # The engine may write to the blocks of an ended offer only after it has closed the cell. The
     # agent sees a violation when the blocks arrive in another offer: they hold new numbers by then.
-    # The played agent closes no word itself, like an agent that was killed.
-    def _look_at_words(self, job: Job) -> None:
+    # The played agent closes no cell itself, like an agent that was killed.
+    def _check_cells(self, job: Job) -> None:
         for other in self.jobs.values():
-            if other.over and other.word and _share_blocks(other, job):
+            if other.over and other.cell and _share_blocks(other, job):
                 seen = f"that of request {other.name}, whose blocks request {job.name} has, is open"
-                self.book.expect("offer.word", not other.word.is_open, seen)
-                other.word = None
+                self.book.expect("offer.cell", not other.cell.is_open, seen)
+                other.cell = None
 
-    def _open_word(self, job: Job, body: MakeOffer) -> None:
-        """Check that the engine has named the word, and make it live."""
-        page, number = self.agent.words, body.word % NUM_WORDS
-        if not body.word:
+    def _open_cell(self, job: Job, body: MakeOffer) -> None:
+        """Check that the engine has named the cell, and make it live."""
+        page, number = self.agent.cells, body.cell % NUM_CELLS
+        if not body.cell:
             return
         if page is None:
-            self.book.expect("offer.word", False, "a word is named, and no page was passed")
+            self.book.expect("offer.cell", False, "a cell is named, and no page was passed")
             return
-        named, found = body.word << 2 | 3, page[number]
-        seen = f"word {number} of request {job.name} has {found:#x}, not {named:#x}"
-        if self.book.expect("offer.word", found == named, seen):
-            page[number] = live = body.word << 2 | 1
-            job.word = LiveWord(page, number, live)
+        named, found = body.cell << 2 | 3, page[number]
+        seen = f"cell {number} of request {job.name} has {found:#x}, not {named:#x}"
+        if self.book.expect("offer.cell", found == named, seen):
+            page[number] = live = body.cell << 2 | 1
+            job.cell = LiveCell(page, number, live)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         super().lose(job, same_memory=same_memory)
         if not same_memory:
-            job.word = None
+            job.cell = None
 
     # An engine ends an offer with its agent, or publishes it again to the next one. Then the whole
     # offer is checked once more, and it completes.
@@ -206,7 +206,7 @@ class OfferStage(Stage):
 
     def _announce(self, job: Job, num_tokens: int) -> None:
         """Check the numbers of all ready tokens, and keep their KV."""
-        self._look_at_words(job)
+        self._check_cells(job)
         job.num_ready, job.kept = num_tokens, []
         for place, table, first, stop in covered(self.agent.places, job.tables, 0, num_tokens):
             if place.group.state and not job.sealed:
@@ -261,11 +261,11 @@ def blocks(stage: OfferStage) -> None:
     stage.use_all_blocks("offer.reused")
 
 
-def words(stage: OfferStage) -> None:
-    """The agent crashes while an offer's word is open. Then all blocks are used."""
+def cells(stage: OfferStage) -> None:
+    """The agent crashes while an offer's cell is open. Then all blocks are used."""
     job = stage.taken(stage.begin(stage.block_size))
-    if job.word is None:
-        stage.book.untried("offer.word", "the engine names no words")
+    if job.cell is None:
+        stage.book.untried("offer.cell", "the engine names no cells")
         stage.end_well(job)
         return
     files = stage.agent.files

@@ -72,7 +72,9 @@ PREFILL = (
     Rule("offer.sealed", "seal", "An open offer is sealed after its last tokens."),
     Rule("offer.unchanged", "offer", "Offered blocks stay as they are until `released`."),
     Rule("offer.reused", "released", "Blocks are used again after `released`."),
-    Rule("offer.word", "words", "The word of an offer is 0 before its blocks are used again."),
+    Rule(
+        "offer.cell", "commit-cells", "The cell of an offer is 0 before its blocks are used again."
+    ),
     Rule("offer.again", "publish-again", "What is published again is the same offer, as a whole."),
     Rule("offer.ticket", "ticket", "The ticket is passed on unchanged, unknown fields too."),
     Rule("offer.told", "released", "How an offer ended is told, and once."),

@@ -179,7 +179,7 @@ _STAGES: Mapping[AgentRole, type[Stage]] = {
     AgentRole.DECODE: FetchStage,
 }
 _OF_ROLE: Mapping[AgentRole, tuple[Scene, ...]] = {
-    AgentRole.PREFILL: (offers.sizes, offers.grows, offers.blocks, offers.words),
+    AgentRole.PREFILL: (offers.sizes, offers.grows, offers.blocks, offers.cells),
     AgentRole.DECODE: (fetches.shapes, fetches.counts, fetches.failed, fetches.blocks),
 }
 _OF_BOTH = (late, other_order, unknown_code, busy, many, silence, hang_up, new_agent, stop)

@@ -35,7 +35,7 @@ class Session:
         self.registered: Register | None = None
         self.segments: dict[str, mmap.mmap | None] = {}
         self.files: set[tuple[int, int]] = set()
-        self.words: memoryview | None = None
+        self.cells: memoryview | None = None
         self.places: list[RegionView] = []
         self._socket = accepted
         self._socket.setblocking(False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.memory import Bytes, LiveWord, RegionView
+from kvbus.conform.memory import Bytes, LiveCell, RegionView
 from kvbus.conform.rules import Rule
 from kvbus.conform.session import EngineRequest
 from kvbus.geometry import BlockTable, GroupSpec
@@ -48,7 +48,7 @@ class Job:
     sealed: bool = False
     kept: list[Kept] = field(default_factory=list)
     written: int = 0
-    word: LiveWord | None = None
+    cell: LiveCell | None = None
     rights: tuple[str, str | None] = "", None
     again: bool = False
 

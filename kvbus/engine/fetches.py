@@ -251,7 +251,7 @@ class Fetches(RequestRetrier[Fetch]):
             ended = failed(fetch, error, stage=LOST if is_away or fetch.is_repeated else REQUESTED)
             self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
-        is_taken = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
+        is_committed = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
         connection = fetch.connection
         if (
             connection is None
@@ -259,7 +259,7 @@ class Fetches(RequestRetrier[Fetch]):
             or is_waiting
             or (is_refused and fetch.are_blocks_free)
         ):  # no agent knows of it
-            if release_offer and not is_taken:
+            if release_offer and not is_committed:
                 self.releases.add(dict(fetch.message.ticket))
             done.settle(None)
             return

@@ -37,10 +37,10 @@ from kvbus.memory.cuda import CudaEvent, CudaStorage
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
+from kvbus.protocol.commit_cell import CELLS_BYTES
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register, Republished
-from kvbus.protocol.word import WORDS_BYTES
 
-WORDS_ID = "kvbus-words"
+CELLS_ID = "kvbus-cells"
 
 
 class Link:
@@ -97,8 +97,8 @@ class Link:
             request_timeout_s=request_timeout_s,
         )
         self.runner = Runner()
-        words = self._new_words() if control else None
-        self._offers = Offers(words, agent_wait_s=agent_wait_s)
+        cells = self._new_cells() if control else None
+        self._offers = Offers(cells, agent_wait_s=agent_wait_s)
         self._fetches = Fetches(
             self.runner,
             engine,
@@ -117,9 +117,9 @@ class Link:
         self._first: Completion[None] = Completion()
         self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
         self._owned: list[RankMemory | SharedSegment] = [*self._memory]
-        if words is not None:
-            self._ranks[0].words = words
-            self._owned.append(words)
+        if cells is not None:
+            self._ranks[0].cells = cells
+            self._owned.append(cells)
         keep = partial(
             ReconnectingConnection, self._connect, on_change=self._note_change, logger=logger
         )
@@ -336,17 +336,17 @@ class Link:
         for event in events:
             event.record(stream)
 
-    def _new_words(self) -> SharedSegment | None:
-        """Allocate a page of words, if all ranks are in this process and on the host.
+    def _new_cells(self) -> SharedSegment | None:
+        """Allocate a page of cells, if all ranks are in this process and on the host.
 
-        Readers of this machine map the page. This process must close a word before it writes to the
+        Readers of this machine map the page. This process must close a cell before it writes to the
         blocks.
         """
         storages = [one for memory in self._memory for one in memory.storages.values()]
         on_host = not any(isinstance(one, CudaStorage) for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
         return (
-            SharedSegment(WORDS_BYTES) if is_whole and on_host and swap_word is not None else None
+            SharedSegment(CELLS_BYTES) if is_whole and on_host and swap_word is not None else None
         )
 
     async def _register(self, connection: Connection) -> None:
@@ -432,7 +432,7 @@ class Link:
 
 class AttachedRank:
     def __init__(self, engine: EngineSpec, memory: RankMemory, access: str | None) -> None:
-        self.words: SharedSegment | None = None
+        self.cells: SharedSegment | None = None
         self.number = memory.rank.rank
         self._engine, self._memory, self._access = engine, memory, access
         self._instance = uuid.uuid4().hex
@@ -453,9 +453,9 @@ class AttachedRank:
                     ),
                     storage.fd,
                 )
-        if self.words is not None and connection.agent.role is AgentRole.PREFILL:
-            page = PassSegment(WORDS_ID, self.words.size_bytes, words=True)
-            await connection.pass_memory(page, self.words.fd)
+        if self.cells is not None and connection.agent.role is AgentRole.PREFILL:
+            page = PassSegment(CELLS_ID, self.cells.size_bytes, cells=True)
+            await connection.pass_memory(page, self.cells.fd)
         register = Register(
             engine=self._engine,
             rank=self._memory.rank,

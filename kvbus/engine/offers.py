@@ -26,6 +26,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.memory.segment import SharedSegment
+from kvbus.protocol.commit_cell import CellNames
 from kvbus.protocol.engine import (
     MAX_ENDED,
     EndedOffer,
@@ -41,7 +42,6 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Request, from_body
 from kvbus.protocol.ticket import packed_tables
 from kvbus.protocol.tools import known_trace
-from kvbus.protocol.word import WordNames
 
 BlockIds = Mapping[str, npt.ArrayLike]
 """By group, in order of position."""
@@ -107,7 +107,7 @@ class Offer(PendingRequest[MakeOffer]):
         """Not in ``message`` yet."""
         self._waiting: list[Callable[[], None]] = []
         self._unanswered: list[Completion[None]] = []
-        self._words: WordNames | None = None
+        self._cells: CellNames | None = None
         self._has_waited = False
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
@@ -201,7 +201,7 @@ class Offer(PendingRequest[MakeOffer]):
             self.withdraw()
 
     def detach(self, agent_wait_s: float) -> tuple[int, ...]:
-        """Return the mark of a commit in the word, if any; afterwards no reader commits.
+        """Return the mark of a commit in the cell, if any; afterwards no reader commits.
 
         The offer waits at least ``agent_wait_s`` for the next agent, the first time.
         """
@@ -209,7 +209,7 @@ class Offer(PendingRequest[MakeOffer]):
         if not self._has_waited:
             self._has_waited = True
             self.expires_at = max(self.expires_at, time.monotonic() + agent_wait_s)
-        return self._close_word()
+        return self._close_cell()
 
     def again(self) -> MakeOffer:
         self.is_away, first, now = False, self.message, time.monotonic()
@@ -244,14 +244,14 @@ class Offer(PendingRequest[MakeOffer]):
         self.made.settle(error)
         self._go_on()
 
-    def use_word(self, words: WordNames) -> None:
-        """Open a new word: a local reader may commit before the agent's reply."""
-        self._close_word()
+    def use_cell(self, cells: CellNames) -> None:
+        """Open a new cell: a local reader may commit before the agent's reply."""
+        self._close_cell()
         if self.message.sealed and self.message.readers == 1:
-            self._words, self.message = words, replace(self.message, word=words.open())
+            self._cells, self.message = cells, replace(self.message, cell=cells.open())
 
     def end(self, outcome: Outcome | KVBusError) -> None:
-        self._close_word()  # before the blocks are reported free
+        self._close_cell()  # before the blocks are reported free
         self.is_away = False
         if isinstance(outcome, KVBusError):
             self.error = self.error or outcome
@@ -269,12 +269,12 @@ class Offer(PendingRequest[MakeOffer]):
         for call in waiting:
             call()
 
-    def _close_word(self) -> tuple[int, ...]:
+    def _close_cell(self) -> tuple[int, ...]:
         """Return the mark of a commit in it."""
-        if self._words is None or not self.message.word:
+        if self._cells is None or not self.message.cell:
             return ()
-        commits = self._words.close(self.message.word)
-        self.message = replace(self.message, word=0)
+        commits = self._cells.close(self.message.cell)
+        self.message = replace(self.message, cell=0)
         return commits
 
     def _send(self, message: Callable[[str], Request[Empty]]) -> Completion[None]:
@@ -353,7 +353,7 @@ class Offer(PendingRequest[MakeOffer]):
 #   up, it notices the closed connection before it commits (`EngineDirectory.end_if_left`). So a
 #   withdrawal, the time to live, or the end of the link may end the offer here. It is then never
 #   published again.
-# - The link closes the word in the same step in which it loses the agent. An earlier swap is a
+# - The link closes the cell in the same step in which it loses the agent. An earlier swap is a
 #   commit: the offer has completed. A later one fails, and the reader turns to the next agent.
 # - So an agent commits a live offer only for bytes that did not change since the ticket. It does
 #   not matter which agent they were read from, or whether the read began before the crash.
@@ -363,7 +363,7 @@ class Offer(PendingRequest[MakeOffer]):
 # Readers are not lost either. Until the link has published all offers, the agent refuses readers of
 # the engine with ``engine_not_ready``, and they retry. A reader without a reply to its commit
 # repeats it, with its token. If that commit has ended the offer, the agent recognizes it by the
-# mark. The agent before reported the mark with the end, or the link found it in the word:
+# mark. The agent before reported the mark with the end, or the link found it in the cell:
 #
 #     agent 1  commit: yes ──▶ killed before the reply has left
 #                └▶ released, mark
@@ -371,13 +371,13 @@ class Offer(PendingRequest[MakeOffer]):
 #     agent 2                                 └ commit, the same token: yes
 #     reader   commit ·········· no reply ········┘
 #
-# If an agent completes an offer without a word, and crashes before it reports that, the link
+# If an agent completes an offer without a cell, and crashes before it reports that, the link
 # publishes the offer again. Its blocks have not changed: another reader gets the right bytes, or
 # the offer expires.
 
 
 class Offers(RequestRetrier[Offer]):
-    def __init__(self, words: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
+    def __init__(self, cells: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
         """By offer id, until the end."""
@@ -386,7 +386,7 @@ class Offers(RequestRetrier[Offer]):
         self._expiries: dict[Offer, asyncio.TimerHandle] = {}
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
-        self._words = None if words is None else WordNames(words.swap)
+        self._cells = None if cells is None else CellNames(cells.swap)
 
     @property
     def republishes(self) -> bool:
@@ -416,8 +416,8 @@ class Offers(RequestRetrier[Offer]):
 
     def ask(self, one: Offer) -> None:
         one.on_withdrawn = self._end_withdrawn
-        if self._words is not None:
-            one.use_word(self._words)
+        if self._cells is not None:
+            one.use_cell(self._cells)
         if self.connection is not None:
             self._asked[one] = None
         super().ask(one)

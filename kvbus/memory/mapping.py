@@ -102,9 +102,9 @@ class MappedFile(OwnedMemory):
         return np.asarray(self)
 
     def swap(self, number: int, expected: int, value: int) -> int:
-        """Compare and swap 64-bit word ``number``; return the old value. Needs the C kernel.
+        """Compare and swap 64-bit cell ``number``; return the old value. Needs the C kernel.
 
-        After `close` the words are not shared.
+        After `close` the cells are not shared.
         """
         found: int = swap_word(self._address + 8 * number, expected, value)
         return found
@@ -213,8 +213,8 @@ class PassedFile:
             os.close(fd)
 
 
-class WordsPage(MappedFile):
-    """A page of words that an engine passed. Raises ``OSError``."""
+class CellsPage(MappedFile):
+    """A page of cells that an engine passed. Raises ``OSError``."""
 
     def __init__(self, passed: PassedFile) -> None:
         super().__init__(passed.fd, passed.size_bytes)

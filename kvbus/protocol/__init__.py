@@ -5,10 +5,10 @@ Tests import from here; the product imports from the submodules.
 # ruff: noqa: F403  the files are the list
 
 from kvbus.protocol.attach import *
+from kvbus.protocol.commit_cell import *
 from kvbus.protocol.engine import *
 from kvbus.protocol.envelope import *
 from kvbus.protocol.message import *
 from kvbus.protocol.peer import *
 from kvbus.protocol.ticket import *
 from kvbus.protocol.tools import *
-from kvbus.protocol.word import *

@@ -84,9 +84,9 @@ class PassSegment(Request[SegmentPassed], frozen=True):
     direct: bool = True
     """Whether NIXL may register the segment. One segment with false makes the whole rank
     *unregistered*: agents of this machine copy its KV, or it goes through staging slots."""
-    words: bool = False
-    """Whether this is the engine's [page of words](#words) instead of KV memory: 4,096 zero bytes,
-    sealed against shrinking."""
+    cells: bool = False
+    """Whether this is the engine's [page of cells](#commit-cells) instead of KV memory: 4,096 zero
+    bytes, sealed against shrinking."""
 
 
 @request("cuda", Socket.ATTACH, refusals="not_registered segment config")
@@ -151,6 +151,6 @@ class LendMemory(Request[MemoryLent], frozen=True):
     """Index of the first segment to send: the number of segments that you already have."""
     grant: Text = ""
     """As in the reply to ``handshake``."""
-    words: bool = False
-    """Whether to send the [page of words](protocol-engine.md#words) instead of segments. Its
+    cells: bool = False
+    """Whether to send the [page of cells](protocol-engine.md#commit-cells) instead of segments. Its
     descriptor comes alone; an engine without a page has none."""

@@ -33,7 +33,7 @@ from kvbus.protocol.message import (
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)]
 """Numbers of the ranks."""
-WordName = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+CellName = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Clock = float
 """Time of the engine's first request for this, in seconds of ``CLOCK_MONOTONIC``. The agent ignores
 times in the future, and times over an hour ago."""
@@ -172,14 +172,15 @@ class MakeOffer(Request[OfferMade], frozen=True):
     transfer_id: Secret | None = None
     """Name that a router gave to the offer; see [Rendezvous](#rendezvous)."""
     readers: Readers = 1
-    """Number of readers, in parallel or in turn. The offer completes when the last one has taken
-    it."""
+    """Number of readers, in parallel or in turn. The offer completes when the last one has
+    committed it."""
     traceparent: Text = ""
     """Trace of the request, in the form of [W3C Trace
     Context](https://www.w3.org/TR/trace-context/). The agent ignores other forms."""
     asked_s: Clock | None = None
-    word: WordName = 0
-    """Name of the offer's [word](#words); 0 for none. Only for a sealed offer with one reader."""
+    cell: CellName = 0
+    """Name of the offer's [cell](#commit-cells); 0 for none. Only for a sealed offer with one
+    reader."""
     offer_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Random id of the offer, never used for another one. A repeat with the same ``offer_id`` and
     ``secret`` has no further effect. If empty, the agent chooses."""
@@ -211,7 +212,7 @@ class ExtendOffer(Request[Empty], frozen=True):
     refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
 )
 class SealOffer(Request[Empty], frozen=True):
-    """Seal the offer: no more tokens will come. A reader can take only a sealed offer."""
+    """Seal the offer: no more tokens will come. A reader can commit only a sealed offer."""
 
     offer_id: OfferId
 
@@ -271,11 +272,11 @@ class StageTimes(msgspec.Struct, frozen=True):
     """Waiting for tokens."""
     reading: float = 0.0
     """Moving bytes."""
-    taking: float = 0.0
+    committing: float = 0.0
     """Confirming the bytes with the prefill agent."""
     queued: float = 0.0
     """Waiting in the queue of fetches."""
-    meeting: float = 0.0
+    awaiting: float = 0.0
     """Waiting for the ticket."""
     retrying: float = 0.0
     """Ending failed attempts, and pausing before the next ones."""
@@ -306,8 +307,8 @@ class Fetched(Message, frozen=True):
     outcome: Outcome
     """``completed``, ``failed`` or ``cancelled``."""
     stage: Id
-    """Stage in which it ended: ``meeting``, ``resolving``, ``queued``, ``acquiring``, ``waiting``,
-    ``reading``, ``taking`` or ``completed``."""
+    """Stage in which it ended: ``awaiting``, ``resolving``, ``queued``, ``acquiring``, ``waiting``,
+    ``reading``, ``committing`` or ``completed``."""
     blocks_free: bool
     """Whether the blocks may be reused now. If false, wait for ``blocks_freed``."""
     code: Text = ""
@@ -354,7 +355,7 @@ class StartFetch(Request[Fetched], frozen=True):
     """First position that is wanted. Earlier tokens stay as they are."""
     timeout_s: Seconds | None = None
     """Seconds until the fetch ends; nil lets the agent choose. The end may come 1 s later if the
-    reply to the ``take`` is on its way at the deadline."""
+    reply to the ``commit`` is on its way at the deadline."""
     zero_tail: bool = False
     """Whether to zero the slots after the last token in each group's last block."""
     chunk_tokens: Tokens = 0
@@ -370,7 +371,7 @@ class StartFetch(Request[Fetched], frozen=True):
     wanted_s: Clock | None = None
     """Time at which the engine received the request, by the same clock."""
     token: Secret | None = None
-    """Token of the fetch's ``take``: random, and new for each fetch. If nil, the agent draws one,
+    """Token of the fetch's ``commit``: random, and new for each fetch. If nil, the agent draws one,
     and the fetch cannot be repeated."""
     repeated: Size = 0
     """Number of times that the engine has repeated this fetch because its agent was lost; see

@@ -65,7 +65,7 @@ SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """Ids of the uses of slots."""
-MAX_TAKEN = 64
+MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
 """Digests in one request; they take 1 MiB."""
@@ -206,14 +206,14 @@ class Renew(Request[Granted], frozen=True):
 
 
 @request(
-    "take",
+    "commit",
     Socket.PREFILL_PEER,
     at_once=True,
     refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
 )
-class Take(Request[Empty], frozen=True):
+class Commit(Request[Empty], frozen=True):
     """Confirm the read after the last byte has landed. The bytes are valid only if the reply is
-    ``ok``. A take ends the reader's lease, and completes the offer if this was the last reader. A
+    ``ok``. A commit ends the reader's lease, and completes the offer if this was the last reader. A
     repeat with the same ``token`` succeeds again.
     """
 
@@ -222,7 +222,7 @@ class Take(Request[Empty], frozen=True):
     reader_id: ReaderId
     secret: OfferSecret
     token: Secret
-    """Random token of the reader, new for each fetch. A repeated take has the same one."""
+    """Random token of the reader, new for each fetch. A repeated commit has the same one."""
     tables: Tables | None = None
     """Block tables that were read, as in ``blocks`` of the ticket; ``geometry`` if the offer has
     others. A reader with a live lease omits this field and the next two."""
@@ -233,27 +233,27 @@ class Take(Request[Empty], frozen=True):
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """As in ``acquire``: the take ends the lease, but not the offer."""
+    """As in ``acquire``: the commit ends the lease, but not the offer."""
     nixl_agent: Text = ""
     """The ``nixl_agent`` of the handshake that was read from; empty if nothing was read with NIXL.
     If the agent has another one now, the request is ``stale``."""
 
 
-@request("taken", Socket.PREFILL_PEER, at_once=True, refusals="stale")
-class WordsTaken(Request[Empty], frozen=True):
-    """Report offers that were taken by their words. The agent ignores offers that were not.
+@request("commits", Socket.PREFILL_PEER, at_once=True, refusals="stale")
+class ReportCommits(Request[Empty], frozen=True):
+    """Report offers that were committed by their cells. The agent ignores offers that were not.
 
-    It also checks all words once a second: a lost report delays the end of the offer only.
+    It also checks all cells once a second: a lost report delays the end of the offer only.
     """
 
     agent_boot: AgentBoot
-    tokens: Annotated[dict[OfferId, Secret], msgspec.Meta(max_length=MAX_TAKEN)]
-    """By offer, the token in its word."""
+    tokens: Annotated[dict[OfferId, Secret], msgspec.Meta(max_length=MAX_COMMITS)]
+    """By offer, the token in its cell."""
 
 
 class CommitAnswer(Message, frozen=True):
     committed: bool
-    """Whether a ``take`` with this token, or a swap of the offer's word, completed the read."""
+    """Whether a ``commit`` with this token, or a swap of the offer's cell, completed the read."""
     num_tokens: Tokens = 0
     """Tokens of the offer, if committed."""
 
@@ -265,18 +265,18 @@ class CommitAnswer(Message, frozen=True):
     refusals="forbidden engine_not_ready",
 )
 class CommitQuery(Request[CommitAnswer], frozen=True):
-    """Check whether an earlier process of this decode agent took the offer, before the fetch is
-    repeated. Any process of the prefill agent answers, so there is no ``agent_boot``.
+    """Check whether an earlier process of this decode agent committed the offer, before the fetch
+    is repeated. Any process of the prefill agent answers, so there is no ``agent_boot``.
 
-    After a negative reply, only ``reader_boot`` may take the offer with this token: a later
-    ``take`` of another process is ``stale``. An unknown offer is not committed. The agent refuses
+    After a negative reply, only ``reader_boot`` may commit the offer with this token: a later
+    ``commit`` of another process is ``stale``. An unknown offer is not committed. The agent refuses
     with ``engine_not_ready`` while it waits for the engine's offers.
     """
 
     secret: OfferSecret
     """Secret of the ticket; for a rendezvous, its ``transfer_id``."""
     token: Secret
-    """Token of the ``take``."""
+    """Token of the ``commit``."""
     reader_boot: Id
     """Boot id of the reader's agent."""
     offer_id: Text = ""
@@ -314,17 +314,17 @@ class PeerWithdraw(Request[Empty], frozen=True):
     secret: OfferSecret
 
 
-class Met(Message, frozen=True):
+class AwaitedOffer(Message, frozen=True):
     ticket: TicketMap
 
 
 @request(
-    "meet",
+    "await_offer",
     Socket.PREFILL_PEER,
     refusals="busy engine_lost engine_not_ready cancelled offer_withdrawn offer_expired "
     "offer_completed draining",
 )
-class Meet(Request[Met], frozen=True):
+class AwaitOffer(Request[AwaitedOffer], frozen=True):
     """Wait for the ticket of a [rendezvous](#rendezvous). The reply comes as soon as there is one.
     The agent refuses with ``busy`` after ``wait_s``, and with ``engine_not_ready`` when no engine
     has been ready for 2 s.
@@ -348,7 +348,7 @@ class Decline(Request[Empty], frozen=True):
 class CancelRequest(Request[Empty], frozen=True):
     """Stop waiting for the reply to an earlier request of this session. The agent frees the
     resources of that request, and refuses it with ``cancelled``. Without this, an abandoned
-    ``meet`` occupies its place until the end of ``wait_s``.
+    ``await_offer`` occupies its place until the end of ``wait_s``.
     """
 
     request_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -387,7 +387,7 @@ class Pack(Request[Packed], frozen=True):
     memory_id: MemoryId
     offer_id: OfferId
     epoch: Epoch
-    """Epoch of the lease. Only the engine's home checks it here; for other agents, the ``take``
+    """Epoch of the lease. Only the engine's home checks it here; for other agents, the ``commit``
     does."""
     rank: HolderRank
     tile: Tile
@@ -452,12 +452,12 @@ class CheckMemory(Request[Empty], frozen=True):
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     """Seconds from now for which the agent drives reads of the offer; 0 if nothing more is read."""
     nixl_agent: Text = ""
-    """As in ``take``."""
+    """As in ``commit``."""
 
 
 class PartFetched(Message, frozen=True):
     """Reply to `FetchPart`: nothing of the part is in flight at this agent any longer. Without a
-    ``code``, all of it was read and taken.
+    ``code``, all of it was read and committed.
     """
 
     num_bytes: Size

@@ -17,7 +17,7 @@ import msgspec
 
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, reason_of
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Tables, WordName
+from kvbus.protocol.engine import CellName, Tables
 from kvbus.protocol.envelope import MAX_PEER_ITEMS, unpack_map
 from kvbus.protocol.message import (
     AgentId,
@@ -115,11 +115,11 @@ class Ticket(RouterTicket, frozen=True):
     signature: Signature = ""
     blocks: _Base64 = ""
     """Block tables of an offer with blocks that are not written any longer: base64 of the msgpack
-    map ``tables`` of ``offer``. A reader may read these blocks immediately, and ``take`` the offer
-    after the last byte. Empty if the offer was open or has too many blocks."""
+    map ``tables`` of ``offer``. A reader may read these blocks immediately, and ``commit`` the
+    offer after the last byte. Empty if the offer was open or has too many blocks."""
     traceparent: Text = ""
     """As in ``offer``. Not signed."""
-    word: WordName = 0
+    cell: CellName = 0
     """As in ``offer``. Not signed: a wrong value only makes the fetch slower."""
 
     def tables(self) -> dict[str, BlockTable]:
@@ -238,13 +238,13 @@ class TicketKeys:
 def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
     """Return the HMAC-SHA256 of all other fields: compact JSON, in the order of the protocol page.
 
-    Empty ``blocks``, ``traceparent`` and ``word`` are left out: agents that do not know these
+    Empty ``blocks``, ``traceparent`` and ``cell`` are left out: agents that do not know these
     fields sign without them.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
     if not fields.get("blocks", True):
         del fields["blocks"]
-    for name in ("traceparent", "word"):
+    for name in ("traceparent", "cell"):
         fields.pop(name, None)
     unsigned = msgspec.json.encode(fields)
     return hmac.digest(key, f"kvbus {ticket.what}\n".encode() + unsigned, "sha256").hex()

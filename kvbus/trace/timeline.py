@@ -23,13 +23,13 @@ FETCH, OFFER, AWAITED, PENDING = "fetch", "offer", "awaited", "pending"
 PHRASES = {
     FETCH: {
         "asked": "on the way from the decode engine to its agent",
-        "meeting": "waiting for the prefill engine to make the offer",
+        "awaiting": "waiting for the prefill engine to make the offer",
         "resolving": "meeting the prefill agent",
         "queued": "waiting for a turn behind other fetches",
         "acquiring": "waiting for the lease of the offer",
         "waiting": "waiting for prefill to compute",
         "reading": "reading",
-        "taking": "asking whether the bytes are good",
+        "committing": "asking whether the bytes are good",
         "draining": "waiting for reads of a fetch that has ended",
         "forgotten": "steps that the agent does not keep",
     },

@@ -25,14 +25,16 @@ def samples(registry: CollectorRegistry, name: str) -> Samples:
     }
 
 
-@given(st.lists(st.tuples(st.sampled_from(["reading", "taking"]), LASTED_S), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(["reading", "committing"]), LASTED_S), max_size=20))
 def test_times_are_a_histogram_for_each_label(lasted: list[tuple[str, float]]) -> None:
     metrics, registry = AgentMetrics(), CollectorRegistry()
-    times = metrics.times("stage_seconds", "Of a stage.", label="stage", of=["reading", "taking"])
+    times = metrics.times(
+        "stage_seconds", "Of a stage.", label="stage", of=["reading", "committing"]
+    )
     known = Histogram(
         "stage_seconds", "Of a stage.", ["stage"], buckets=STAGE_BUCKETS_S, registry=registry
     )
-    by_stage = {stage: known.labels(stage) for stage in ("reading", "taking")}
+    by_stage = {stage: known.labels(stage) for stage in ("reading", "committing")}
 
     for stage, lasted_s in lasted:
         times.add({stage: lasted_s, "not begun": 0.0})

@@ -56,7 +56,7 @@ def packed(tables: Map) -> Map:
 
 def named(job: Map) -> int:
     """The word of an offer that the agent has not seen."""
-    return int(job["word"]) * 4 + 3
+    return int(job["cell"]) * 4 + 3
 
 
 def carried(ticket: Map) -> Map:
@@ -78,10 +78,10 @@ class Engine:
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.memory: list[int] = []
-        self.words_fd: int = SHARED.memfd_create(b"words", 3)
-        os.ftruncate(self.words_fd, 4096)
-        fcntl.fcntl(self.words_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        self.words = memoryview(mmap.mmap(self.words_fd, 4096)).cast("Q")
+        self.cells_fd: int = SHARED.memfd_create(b"cells", 3)
+        os.ftruncate(self.cells_fd, 4096)
+        fcntl.fcntl(self.cells_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        self.cells = memoryview(mmap.mmap(self.cells_fd, 4096)).cast("Q")
         self.num_words = 0
         self.maps: list[mmap.mmap] = []
         self.jobs: dict[str, Map] = {}
@@ -168,14 +168,14 @@ class Engine:
             for name in self.jobs:
                 tell(word, name, "lost")
         for job in self.jobs.values():
-            self.close_word(job, is_lost=True)
+            self.close_cell(job, is_lost=True)
         self.jobs.clear()
         self.attach()
 
-    def close_word(self, job: Map, *, is_lost: bool = False) -> None:
+    def close_cell(self, job: Map, *, is_lost: bool = False) -> None:
         """What comes before another use of the blocks."""
-        if job.get("word") and ("word_when_lost" if is_lost else "word_when_released") != FLAW:
-            self.words[job["word"] % 512] = 0
+        if job.get("cell") and ("word_when_lost" if is_lost else "word_when_released") != FLAW:
+            self.cells[job["cell"] % 512] = 0
 
     def read_lines(self) -> bool:
         try:
@@ -261,8 +261,8 @@ class Prefill(Engine):
         }
         if len(counts) == 1:
             self.num_words += 1
-            body["word"] = job["word"] = self.num_words
-            self.words[self.num_words % 512] = self.num_words if FLAW == "word" else named(job)
+            body["cell"] = job["cell"] = self.num_words
+            self.cells[self.num_words % 512] = self.num_words if FLAW == "cell" else named(job)
         if FLAW == "first_block" and len(counts) == 1:
             body["tables"]["tail"]["first_block"] = 0
         self.begin(name, "offer", body, self.on_offer)
@@ -320,7 +320,7 @@ class Prefill(Engine):
         if op == "released":
             job = self.jobs.pop(body["request_id"], None)
             if job:
-                self.close_word(job)
+                self.close_cell(job)
             if job and FLAW != "blocks_lost":
                 self.give_back(job)
             if FLAW != "end_not_told":

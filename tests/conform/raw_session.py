@@ -137,8 +137,8 @@ class Session:
             size = SIZE_BYTES + (4096 if FLAW == "wrong_size" else 0)
             self.call("segment", {"segment_id": "kv", "size_bytes": size}, memory)
             if not self.rank:
-                words = {"segment_id": "words", "size_bytes": 4096, "words": True}
-                self.call("segment", words, self.engine.words_fd)
+                words = {"segment_id": "cells", "size_bytes": 4096, "cells": True}
+                self.call("segment", words, self.engine.cells_fd)
         body = {"engine": spec()}
         if self.rank is not None:
             body["rank"] = rank_spec(self.rank)

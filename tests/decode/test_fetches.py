@@ -18,21 +18,21 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol import (
     Acquire,
     AgentRanks,
+    AwaitOffer,
     BlocksFreed,
+    Commit,
     CommitAnswer,
     CommitQuery,
     Decline,
     Empty,
     Granted,
     Landed,
-    Meet,
     PeerWithdraw,
     Release,
     Rendezvous,
     Renew,
     Request,
     StartFetch,
-    Take,
     Ticket,
 )
 from kvbus.table.events import (
@@ -70,7 +70,7 @@ def known(fetch_id: str = "f1", **changes: Any) -> ev.Requested:
     return requested(fetch_id, has_route=True, **changes)
 
 
-def meeting(**changes: Any) -> ev.Requested:
+def awaiting(**changes: Any) -> ev.Requested:
     """A fetch of an offer that has not been made."""
     return requested(ticket=MEETS.unknown_ticket(), meets=MEETS, **changes)
 
@@ -84,8 +84,8 @@ def blocks(num_tokens: int, after: int = 0) -> dict[str, BlockTable]:
 OF: dict[str, Any] = {"agent_boot": "boot", "offer_id": "o1"}
 ACQUIRE = Acquire(**OF, reader_id="/f1", lease_s=9.0, secret="secret")
 RENEW = Renew(**OF, epoch=1, lease_s=9.0, token="token")
-TAKE = Take(**OF, reader_id="/f1", secret="secret", token="own")
-MEET = Meet(transfer_id=MEETS.transfer_id, wait_s=1.0)
+COMMIT = Commit(**OF, reader_id="/f1", secret="secret", token="own")
+MEET = AwaitOffer(transfer_id=MEETS.transfer_id, wait_s=1.0)
 
 
 def answered(
@@ -151,10 +151,10 @@ def read_from(nixl: str) -> ev.ReadEnded:
     return replace(READ, nixl_agent=nixl)
 
 
-READY, READ, YES, HINT = ready(), read(), answered(TAKE, Empty()), ev.OfferAdvanced("f1")
+READY, READ, YES, HINT = ready(), read(), answered(COMMIT, Empty()), ev.OfferAdvanced("f1")
 MET = answered(MEET, TICKET)
 State = fetch.FetchState
-LAST_ASKED: dict[State, Request[Any]] = {State.MEETING: MEET, State.TAKING: TAKE}
+LAST_ASKED: dict[State, Request[Any]] = {State.AWAITING: MEET, State.COMMITTING: COMMIT}
 CANCEL = ev.CancelRequested("f1", "cancel")
 GIVE_UP = ev.CancelRequested("f1", "cancel", release_offer=True)
 NO_PART, GONE = step_failed(ErrorCode.ENGINE_LOST), step_failed(ErrorCode.PEER_LOST)
@@ -180,12 +180,12 @@ WORDS = {
     ev.FindRoute: "resolve",
     BlocksFreed: "freed",
     Landed: "landed",
-    Meet: "meet",
+    AwaitOffer: "await_offer",
     Acquire: "acquire",
     Renew: "renew",
     CommitQuery: "query",
     ev.EndEarlierParts: "end parts",
-    Take: "take",
+    Commit: "commit",
     Decline: "decline",
     Release: "release",
     PeerWithdraw: "withdraw",
@@ -212,15 +212,15 @@ def _word(command: ev.Command) -> str:
             | ev.NotifyEngine(message=message)
         ):
             word = WORDS[type(message)]
-            if isinstance(message, Acquire | Take | Renew) and message.agent_boot != "boot":
+            if isinstance(message, Acquire | Commit | Renew) and message.agent_boot != "boot":
                 word += f" {message.agent_boot}"
             if (
-                isinstance(message, Take)
+                isinstance(message, Commit)
                 and message.tables is not None
                 and message.offer_id == "o1"
             ):
                 word += " with blocks"
-            if isinstance(message, Take) and message.nixl_agent:
+            if isinstance(message, Commit) and message.nixl_agent:
                 word += f" of {message.nixl_agent}"
             return word + (f" {message.num_tokens}" if isinstance(message, Landed) else "")
         case ev.ReadChunk():
@@ -297,25 +297,25 @@ NEWS: dict[str, dict[str, Any]] = {
 # fmt: off
 SCRIPTS: dict[str, list[Step]] = {
     # from the request to the yes
-    "a fetch resolves, acquires, reads, takes and has completed":
+    "a fetch resolves, acquires, reads, commits and has completed":
         [(0, requested(), ["resolve"]), (0, READY, ["acquire"]),
-         (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
+         (0, grant(), ["read 0-32 last"]), (0, READ, ["commit"]), (0, YES, ["completed"])],
     "a fetch of an offer that is not made asks for its ticket first":
-        [(0, meeting(), ["hold", "meet"]), (0, MET, ["resolve"]),
+        [(0, awaiting(), ["hold", "await_offer"]), (0, MET, ["resolve"]),
          (0, READY, ["acquire"])],
     "the ticket is asked for until the deadline":
-        [meeting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["meet"]),
+        [awaiting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["await_offer"]),
          (0.9, failed(BUSY), []),
-         (1, DUE, ["failed meeting timeout"])],
+         (1, DUE, ["failed awaiting timeout"])],
     "who gives up before the offer is made has it forgone, also later":
-        [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "decline"]),
+        [awaiting(), (0, GIVE_UP, ["ok", "cancelled awaiting cancelled", "decline"]),
          (0, GIVE_UP, ["ok", "decline"])],
     "a fetch whose route is known acquires at once":
         [(0, known(), ["hold", "acquire"])],
-    "an engine that has all tokens reads nothing and takes":
-        [requested(first_token=32), READY, (0, grant(), ["take"])],
-    "a take that is refused fails the fetch though all bytes have landed":
-        [*ASKED, (0, failed(EXPIRED), ["release", "failed taking offer_expired ?"])],
+    "an engine that has all tokens reads nothing and commits":
+        [requested(first_token=32), READY, (0, grant(), ["commit"])],
+    "a commit that is refused fails the fetch though all bytes have landed":
+        [*ASKED, (0, failed(EXPIRED), ["release", "failed committing offer_expired ?"])],
     "a lease that is granted after the end is given back":
         [requested(), READY, CANCEL, (0, grant(epoch=4), ["release"])],
     "an offer that is sealed with too few tokens fails the fetch":
@@ -326,10 +326,10 @@ SCRIPTS: dict[str, list[Step]] = {
     "a fetch that drains keeps its place until its transfers end":
         [*READING, CANCEL, requested("f2"), (0, requested("f3"), ["busy"]), READ,
          (0, requested("f3"), ["resolve f3"])],
-    "a fetch is not taken twice, nor after its end":
+    "a fetch is not committed twice, nor after its end":
         [requested(), (0, requested(), ["fetch_exists"]), CANCEL,
          (0, requested(), ["fetch_exists"])],
-    "an agent that drains takes no fetch":
+    "an agent that drains commits no fetch":
         [DrainStarted(), (0, requested(), ["draining"])],
     # renewals, and news of the offer
     "a renewal that found its agent busy is sent again while the lease lasts":
@@ -358,24 +358,24 @@ SCRIPTS: dict[str, list[Step]] = {
     # the last question
     "without an answer a fetch fails when its grace is over and a yes after it is nothing":
         [requested(timeout_s=1.0), READY, grant(), READ,
-         (2, DUE, ["release", "failed taking timeout ?"]), (2.5, YES, [])],
+         (2, DUE, ["release", "failed committing timeout ?"]), (2.5, YES, [])],
     "a read that ends after the deadline has no grace":
         [requested(timeout_s=1.0), READY, grant(),
          (1, READ, ["stop", "failed reading timeout drains", "release", "freed"])],
     # a yes that is asked for and does not come
     "an end of the engine while a yes is on its way leaves open what became of the offer":
-        [*ASKED, (0, LOST, ["release", "failed taking engine_lost ?"])],
+        [*ASKED, (0, LOST, ["release", "failed committing engine_lost ?"])],
     "a cancel while a yes is on its way leaves it open":
-        [*ASKED, (0, CANCEL, ["ok", "release", "cancelled taking cancelled ?"])],
+        [*ASKED, (0, CANCEL, ["ok", "release", "cancelled committing cancelled ?"])],
     "a refusal does not leave it open":
         [*ASKED,
          (0, ev.StepFailed("f1", 1, RequestRefused("no", code=EXPIRED)),
-          ["release", "failed taking offer_expired"])],
+          ["release", "failed committing offer_expired"])],
     # chunks of an offer that is still computed
     "chunks of the wanted size are told of as they land, after what follows them":
         [requested(first_token=3, chunk_tokens=8), READY, (0, grant(), ["read 3-8"]),
          (0, READ, ["read 8-16", "landed 8"]), (0, READ, ["read 16-24", "landed 16"]),
-         (0, READ, ["read 24-32 last", "landed 24"]), (0, READ, ["take", "landed 32"])],
+         (0, READ, ["read 24-32 last", "landed 24"]), (0, READ, ["commit", "landed 32"])],
     "a chunk ends where the ready tokens do though the engine wants larger ones":
         [requested(chunk_tokens=16), READY, (0, grant(8), ["read 0-8"]), (0, READ, ["landed 8"]),
          HINT, (0, grant(32, after=8), ["read 8-16"])],
@@ -384,21 +384,21 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, NOT_READ, ["release", "end"])],
     "no chunk goes beyond the tokens that were asked for":
         [requested(), READY, (0, grant(40), ["read 0-32"])],
-    "a fetch that has all tokens waits for the seal and then takes":
+    "a fetch that has all tokens waits for the seal and then commits":
         [requested(), READY, grant(32, sealed=False), (0, READ, []), HINT,
-         (0, grant(32, after=32), ["take"])],
+         (0, grant(32, after=32), ["commit"])],
     "the state is read as a last chunk without tokens once the offer is sealed":
         [STATE, READY, grant(32, sealed=False), (0, READ, []), HINT,
-         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["take"])],
+         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["commit"])],
     "a seal during the chunk that ends at the last token is not in that chunk":
         [STATE, READY, grant(32, sealed=False), HINT, (0, grant(32, after=32), []),
          (0, READ, ["read 32-32 last"])],
-    "an engine that has everything takes after the seal":
+    "an engine that has everything commits after the seal":
         [requested(first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
-         (0, grant(32, after=32), ["take"])],
+         (0, grant(32, after=32), ["commit"])],
     "an engine that has everything but the state reads that after the seal":
         [requested(has_state=True, first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
-         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["take"])],
+         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["commit"])],
     "an offer that is open again after its seal fails the fetch":
         [*READING, HINT,
          (0, grant(32, sealed=False, after=32), ["stop", "failed reading invalid drains"])],
@@ -407,38 +407,39 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, replace(grant(32, after=16), message=RENEW), ["resolve"])],
     # reads by the ticket's own blocks
     "a short read asks once after its last byte":
-        [(0, ALONE, ["hold", "read 0-32 last"]), (0, READ, ["take with blocks"]),
+        [(0, ALONE, ["hold", "read 0-32 last"]), (0, READ, ["commit with blocks"]),
          (0, YES, ["completed"])],
     "a read that takes long asks for the lease and takes under it":
         [ALONE, (LIMITS.acquire_after_s, DUE, ["acquire"]), (1, grant(at=1), []),
-         (1, READ, ["take"])],
-    "an acquire beside the read is followed by the take when both are there, read last":
-        [(0, BESIDE, ["hold", "acquire", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
-    "a read goes on while another reader has the lease and takes what that gave back":
-        [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take with blocks"])],
+         (1, READ, ["commit"])],
+    "an acquire beside the read is followed by the commit when both are there, read last":
+        [(0, BESIDE, ["hold", "acquire", "read 0-32 last"]), (0, grant(), []),
+         (0, READ, ["commit"])],
+    "a read goes on while another reader has the lease and commits what that gave back":
+        [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["commit with blocks"])],
     "an acquire that was busy is sent again while the read lasts":
         [BESIDE, failed(BUSY), (0.25, DUE, ["acquire"])],
     "an acquire beside the read that is refused stops the read and drains":
         [BESIDE,
          (0, failed(ErrorCode.OFFER_COMPLETED), ["stop", "failed reading offer_completed drains"]),
          (0, READ, ["freed"])],
-    "a take that was busy is asked again after a moment until the deadline":
-        [ALONE, READ, (0, failed(BUSY), []), (0.25, DUE, ["take with blocks"]),
+    "a commit that was busy is asked again after a moment until the deadline":
+        [ALONE, READ, (0, failed(BUSY), []), (0.25, DUE, ["commit with blocks"]),
          (59.9, failed(BUSY)),
-         (60, DUE, ["failed taking timeout"])],
-    "a take that is busy after the deadline is not sent again and was decided":
-        [ALONE, READ, (60.5, failed(BUSY), ["failed taking timeout"])],
-    "a take that is refused late fails the fetch":
+         (60, DUE, ["failed committing timeout"])],
+    "a commit that is busy after the deadline is not sent again and was decided":
+        [ALONE, READ, (60.5, failed(BUSY), ["failed committing timeout"])],
+    "a commit that is refused late fails the fetch":
         [ALONE, READ, (5, DUE, []),
-         (6, failed(ErrorCode.OFFER_EXPIRED), ["failed taking offer_expired ?"])],
+         (6, failed(ErrorCode.OFFER_EXPIRED), ["failed committing offer_expired ?"])],
     "an offer with other blocks than the ticket fails and gives the lease back":
         [BESIDE, (0, grant(32, after=8), ["stop", "failed reading geometry drains"]),
          (0, READ, ["release", "freed"])],
     "a lease granted to a fetch that drains goes back when it has drained":
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
-    "an engine that has all tokens takes the offer without a read or a lease":
+    "an engine that has all tokens commits the offer without a read or a lease":
         [(0, known(ahead=fetch.Ahead(TABLES, acquires=True), first_token=32),
-          ["hold", "take with blocks"])],
+          ["hold", "commit with blocks"])],
     # whose turn it is
     "a fetch beyond the bound holds its peer and acquires nothing":
         [PLACE, known(), (0, known("f2"), ["hold f2"])],
@@ -470,20 +471,20 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, YES, ["completed", "acquire f3"])],
 
     # ranks at other agents
-    "other agents are asked with the first grant and the offer is taken when all have ended":
+    "other agents are asked with the first grant and the offer is committed when all have ended":
         [requested(others=OTHERS), READY, (0, grant(), ["ask others", "read 0-32 last"]),
-         (0, READ, []), (0, OTHERS_DONE, ["take"]), (0, YES, ["completed"])],
+         (0, READ, []), (0, OTHERS_DONE, ["commit"]), (0, YES, ["completed"])],
     "other agents that are faster are not waited for":
-        [*SPREAD, (0, OTHERS_DONE, []), (0, READ, ["take"])],
+        [*SPREAD, (0, OTHERS_DONE, []), (0, READ, ["commit"])],
     "the lease is renewed while other agents read":
         [*WAITS, (3, DUE, ["renew"]), (3, grant(after=32, at=3.0), []), (6, DUE, ["renew"])],
     "what grows is read here while other agents read":
         [requested(others=OTHERS), READY, (0, grant(0), ["ask others"]), (1, HINT, ["renew"]),
-         (1, grant(32), ["read 0-32 last"]), (1, READ, []), (1, OTHERS_DONE, ["take"])],
+         (1, grant(32), ["read 0-32 last"]), (1, READ, []), (1, OTHERS_DONE, ["commit"])],
     "an engine is told of chunks when they are in the blocks of all ranks":
         [requested(others=OTHERS, chunk_tokens=16), READY, grant(),
          (0, READ, ["read 16-32 last"]), (0, OTHERS_DONE, ["landed 16"]),
-         (0, READ, ["take", "landed 32"])],
+         (0, READ, ["commit", "landed 32"])],
     "a part that fails stops the others and the blocks come back with the last of them":
         [*SPREAD, (0, NO_PART, ["stop", "failed reading engine_lost drains"]),
          (0, READ, []), (0, OTHERS_DONE, ["release", "freed"])],
@@ -495,7 +496,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "the next attempt starts when all parts have ended, and asks for them again":
         [*SPREAD, (0, GONE, ["stop"]), (0, READ, []), (0.1, OTHERS_DONE, ["release", "end"]),
          (0.1, DUE, ["resolve"]), (0.1, ready(attempt=2), ["acquire"]),
-         (0.1, grant(attempt=2), ["ask others"]), (0.2, OTHERS_DONE, ["take"])],
+         (0.1, grant(attempt=2), ["ask others"]), (0.2, OTHERS_DONE, ["commit"])],
     "a part that fails for good ends an attempt that is already stopped":
         [*SPREAD, (0, GONE, ["stop"]), (0, NO_PART, ["failed reading engine_lost drains"])],
 
@@ -503,8 +504,8 @@ SCRIPTS: dict[str, list[Step]] = {
     "an agent that is gone is found again, and its next process is named":
         [*READING, (0, GONE, ["stop"]), (0.2, READ, ["release", "end"]), (0.2, DUE, ["resolve"]),
          (0.3, ready(boot="new", attempt=2), ["acquire new"]),
-         (0.3, grant(attempt=2), ["take new"]),
-         (0.4, answered(TAKE, Empty(), attempt=2), ["completed, 2 attempts"])],
+         (0.3, grant(attempt=2), ["commit new"]),
+         (0.4, answered(COMMIT, Empty(), attempt=2), ["completed, 2 attempts"])],
     "tokens that landed are not read again":
         [requested(chunk_tokens=8), READY, grant(), READ, (0, NOT_READ, ["release", "end"]),
          (0, DUE, ["resolve"]), (0, ready(attempt=2), ["acquire"]),
@@ -519,21 +520,21 @@ SCRIPTS: dict[str, list[Step]] = {
     "tokens of an earlier data process are read again":
         [requested(), ready(nixl="A"), grant(16), read_from("A"), (0, GONE, ["release", "end"]),
          (0, DUE, ["resolve"]), ready(attempt=2, nixl="B"),
-         (0, grant(attempt=2), ["read 0-32 last"]), (0, read_from("B"), ["take of B"])],
+         (0, grant(attempt=2), ["read 0-32 last"]), (0, read_from("B"), ["commit of B"])],
     "tokens that another attempt read from the same data process, or mapped, are not":
         [requested(), ready(nixl="A"), grant(16), read_from("A"), (0, GONE, ["release", "end"]),
          (0, DUE, ["resolve"]), ready(attempt=2, nixl="A"),
-         (0, grant(attempt=2), ["read 16-32 last"]), (0, READ, ["take of A"])],
+         (0, grant(attempt=2), ["read 16-32 last"]), (0, READ, ["commit of A"])],
     "a commit of what an earlier data process sent is refused, and all is read again":
-        [requested(), ready(nixl="A"), grant(), (0, read_from("A"), ["take of A"]),
+        [requested(), ready(nixl="A"), grant(), (0, read_from("A"), ["commit of A"]),
          (0, failed(STALE, refused=True), ["release", "end"]), (0, DUE, ["resolve"]),
          ready(attempt=2, nixl="B"), (0, grant(attempt=2), ["read 0-32 last"])],
     "a commit without an answer is repeated before anything is read from the next data process":
         [requested(), ready(nixl="A"), grant(), read_from("A"), (0, GONE, ["end"]),
-         (0, DUE, ["hold", "take with blocks of A"]),
+         (0, DUE, ["hold", "commit with blocks of A"]),
          (0, failed(STALE, refused=True, attempt=2), ["end"]),
          (0.1, DUE, ["resolve"]),
-         (0.1, ready(attempt=3, nixl="B"), ["take with blocks of A"]),
+         (0.1, ready(attempt=3, nixl="B"), ["commit with blocks of A"]),
          (0.1, failed(STALE, refused=True, attempt=3), ["end"]), (0.3, DUE, ["resolve"]),
          (0.3, ready(attempt=4, nixl="B"), ["acquire"]),
          (0.3, grant(attempt=4), ["read 0-32 last"])],
@@ -569,18 +570,18 @@ SCRIPTS: dict[str, list[Step]] = {
         [*READING, GONE, (60, DUE, ["failed reading timeout drains"]),
          (90, READ, ["release", "freed"])],
     "a rendezvous asks the next process again":
-        [meeting(), (0, failed(ErrorCode.PEER_LOST), ["end"]), (0, DUE, ["hold", "meet"]),
+        [awaiting(), (0, failed(ErrorCode.PEER_LOST), ["end"]), (0, DUE, ["hold", "await_offer"]),
          (0, answered(MEET, TICKET, attempt=2), ["resolve"])],
     "a rendezvous that no engine can make fails at once":
-        [meeting(), (0, failed(ErrorCode.ENGINE_NOT_READY), ["failed meeting engine_not_ready"])],
+        [awaiting(), (0, failed(ErrorCode.ENGINE_NOT_READY), ["failed awaiting engine_not_ready"])],
     "a commit that got no answer is repeated first, and shows the blocks":
-        [*ASKED, (0, GONE, ["end"]), (0, DUE, ["hold", "take with blocks"]),
-         (0, answered(TAKE, Empty(), attempt=2), ["completed, 2 attempts"])],
+        [*ASKED, (0, GONE, ["end"]), (0, DUE, ["hold", "commit with blocks"]),
+         (0, answered(COMMIT, Empty(), attempt=2), ["completed, 2 attempts"])],
     "a commit that the next process does not know is repeated there":
         [*ASKED, GONE, DUE, (0, failed(STALE, refused=True, attempt=2), ["end"]),
          (0.05, DUE, ["resolve"]),
-         (0.1, ready(boot="new", attempt=3), ["take new with blocks"]),
-         (0.1, answered(TAKE, Empty(), attempt=3), ["completed, 3 attempts"])],
+         (0.1, ready(boot="new", attempt=3), ["commit new with blocks"]),
+         (0.1, answered(COMMIT, Empty(), attempt=3), ["completed, 3 attempts"])],
     "a commit whose end is unknown leaves it open when the offer is gone":
         [*ASKED, GONE, DUE, failed(STALE, refused=True, attempt=2), (0.05, DUE),
          (0.1, step_failed(ErrorCode.OFFER_UNKNOWN, 3),
@@ -588,7 +589,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a commit under a lease that ended is repeated under another":
         [*ASKED, (0, failed(ErrorCode.LEASE_EXPIRED, refused=True), ["release", "end"]),
          (0, DUE, ["resolve"]), (0, ready(attempt=2), ["acquire"]),
-         (0, grant(attempt=2), ["take"])],
+         (0, grant(attempt=2), ["commit"])],
     "the parts of an engine that is gone are waited for":
         [*WAITS, (0, LOST, ["stop", "failed waiting engine_lost drains"]),
          (0, OTHERS_DONE, ["release", "freed"])],
@@ -596,24 +597,25 @@ SCRIPTS: dict[str, list[Step]] = {
     # a fetch that an earlier process of the agent had
     "a repeated fetch reads once it is known that the earlier process did not commit it":
         [(0, AGAIN, ["hold", "query"]), (0, DENIED, ["resolve"]), (0, READY, ["acquire"]),
-         (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
+         (0, grant(), ["read 0-32 last"]), (0, READ, ["commit"]), (0, YES, ["completed"])],
     "a repeated fetch that the earlier process has committed completes without a read":
         [AGAIN, (0, COMMITTED, ["completed"])],
     "a repeated fetch whose route is known begins after the answer":
         [(0, known(repeated=2), ["hold", "query"]), (0, DENIED, ["acquire"])],
     "a repeated rendezvous asks for its ticket after the answer":
-        [(0, meeting(repeated=1), ["hold", "query"]), (0, DENIED, ["meet"]), (0, MET, ["resolve"])],
+        [(0, awaiting(repeated=1), ["hold", "query"]), (0, DENIED, ["await_offer"]),
+         (0, MET, ["resolve"])],
     "a query is repeated until there is an answer, and leaves nothing open":
         [AGAIN, (0, answered(QUERY, RemoteError("no", code=ErrorCode.ENGINE_NOT_READY)), ["end"]),
          (0, DUE, ["hold", "query"]), (1, step_failed(ErrorCode.PEER_LOST, 2), ["end"]),
-         (60, DUE, ["failed taking timeout, 2 attempts"])],
+         (60, DUE, ["failed committing timeout, 2 attempts"])],
     "an attempt after the answer does not ask again":
         [AGAIN, DENIED, READY, (0, GONE, ["end"]), (0, DUE, ["resolve"])],
     "the parts of the earlier process end before anything else":
         [(0, SPREAD_AGAIN, ["hold", "end parts"]), (0, OTHERS_DONE, ["query"]),
          (0, COMMITTED, ["completed"])],
     "blocks drain while parts of the earlier process are in flight":
-        [SPREAD_AGAIN, (0, CANCEL, ["ok", "stop", "cancelled taking cancelled drains"]),
+        [SPREAD_AGAIN, (0, CANCEL, ["ok", "stop", "cancelled committing cancelled drains"]),
          (0, OTHERS_DONE, ["freed"])],
     "an attempt that fails meanwhile waits for the parts of the earlier process":
         [SPREAD_AGAIN, (0, GONE, ["stop"]), (0, OTHERS_DONE, ["end"]),
@@ -623,7 +625,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a yes that was asked for by the deadline completes the fetch a little later":
         [requested(timeout_s=1.0), READY, grant(), (0.999, READ), (1.99, DUE, []),
          (1.99, YES, ["completed"])],
-    **{f"a renewal that is answered during the take does not disturb it, {number}":
+    **{f"a renewal that is answered during the commit does not disturb it, {number}":
         [*READING, HINT, READ, (0, late, []), (0, YES, ["completed"])]
         for number, late in enumerate(LATE)},
     **{f"{what} that no chunk can follow fails the fetch":
@@ -638,7 +640,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a step that was cancelled on the way has failed, as only the engine cancels":
         [requested(), (0, failed(ErrorCode.CANCELLED), ["failed resolving cancelled"])],
     "an end that was cancelled on the way has failed as well":
-        [*ASKED, (0, failed(ErrorCode.CANCELLED), ["release", "failed taking cancelled ?"])],
+        [*ASKED, (0, failed(ErrorCode.CANCELLED), ["release", "failed committing cancelled ?"])],
     # an engine that gives up for good
     **{f"who gives up for good in stage {number} has the offer withdrawn once":
         [*before, (0, GIVE_UP, ["ok", *words])]
@@ -659,14 +661,14 @@ def test_what_the_table_says_to_what_comes(script: list[Step]) -> None:
 
 
 SITUATIONS: dict[str, list[Step]] = {
-    "meeting": [meeting()],
+    "awaiting": [awaiting()],
     "resolving": [requested()],
     "queued": [PLACE, known("f0"), known()],
     "acquiring": [known()],
     "waiting": WAITING,
     "reading": READING,
     "ahead": [BESIDE],
-    "taking": ASKED,
+    "committing": ASKED,
     "spread": SPREAD,
     "for others": WAITS,
     "draining": [*READING, CANCEL],
@@ -755,41 +757,41 @@ def test_an_answer_may_be_as_late_as_the_fetch_but_that_of_an_agent_which_may_no
     None
 ):
     for kind, steps, last, longest_s in (
-        (Meet, [], meeting(timeout_s=9.0), 10.0),
+        (AwaitOffer, [], awaiting(timeout_s=9.0), 10.0),
         (Acquire, [requested(timeout_s=9.0)], READY, 5.0),
         (Renew, [requested(timeout_s=9.0), READY, grant()], HINT, 10.0),
-        (Take, [requested(timeout_s=9.0), READY, grant()], READ, 10.0),
+        (Commit, [requested(timeout_s=9.0), READY, grant()], READ, 10.0),
     ):
         asked = commands_of(kind, *steps, last=last)
 
         assert asked.timeout_s == pytest.approx(longest_s), kind
-        assert not isinstance(asked.message, Meet) or asked.message.wait_s == 9.0
+        assert not isinstance(asked.message, AwaitOffer) or asked.message.wait_s == 9.0
 
 
 @pytest.mark.parametrize(("at_s", "timeout_s"), [(3.0, 7.0), (8.5, 1.5)])
 def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_s: float) -> None:
     steps: list[Step] = [requested(timeout_s=9.0), READY, grant()]
 
-    take = commands_of(Take, *steps, last=READ, now=at_s)
+    commit = commands_of(Commit, *steps, last=READ, now=at_s)
 
-    assert take.timeout_s == pytest.approx(timeout_s)
+    assert commit.timeout_s == pytest.approx(timeout_s)
 
 
 def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_about() -> None:
     ahead = commands_of(ev.ReadChunk, last=ALONE)
-    take = commands_of(Take, ALONE, last=READ)
-    under_lease = commands_of(Take, *READING, last=READ)
+    commit = commands_of(Commit, ALONE, last=READ)
+    under_lease = commands_of(Commit, *READING, last=READ)
     first = commands_of(ev.ReadChunk, requested(), READY, last=grant(8))
     ready = replace(READY, nixl_agent="data 0")
     renew = commands_of(Renew, requested(), ready, grant(8), last=HINT)
-    take_from = commands_of(Take, *READING, last=read_from("data 0"))
-    acquire = commands_of(Acquire, meeting(), MET, last=READY)
+    commit_from = commands_of(Commit, *READING, last=read_from("data 0"))
+    acquire = commands_of(Acquire, awaiting(), MET, last=READY)
     release = commands_of(Release, requested(), READY, CANCEL, last=grant(epoch=4))
 
-    assert ahead.tables == take.message.tables == TABLES
+    assert ahead.tables == commit.message.tables == TABLES
     assert under_lease.message.tables is None, "what was read is what the lease named"
     assert (first.tables, renew.message.known_blocks) == (blocks(8), {"full": 1})
-    assert renew.message.nixl_agent == take_from.message.nixl_agent == "data 0"
+    assert renew.message.nixl_agent == commit_from.message.nixl_agent == "data 0"
     asked = acquire.message
     assert (asked.agent_boot, asked.offer_id) == (TICKET.agent_boot, TICKET.offer_id)
     assert asked.secret == TICKET.secret
@@ -926,11 +928,11 @@ class Peers:
 
     def outcome(self, message: Any, attempt: int) -> Any:
         """What the process that is there now says."""
-        nixl = message.nixl_agent if isinstance(message, Take) else ""
+        nixl = message.nixl_agent if isinstance(message, Commit) else ""
         if message.agent_boot != f"boot {self.boot}" or nixl not in ("", f"data {self.data}"):
             return RequestRefused("another process", code=STALE)
         offered = blocks(self.num_ready)
-        if isinstance(message, Take):
+        if isinstance(message, Commit):
             if message.tables is None and not self.leases:
                 return RequestRefused("no lease", code=STALE)
             if self.num_ready < 32:

@@ -33,13 +33,13 @@ from kvbus.errors import (
 from kvbus.geometry import BlockTable
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import (
-    WORDS_BYTES,
+    CELLS_BYTES,
     BlocksFreed,
+    CommitCell,
     MakeOffer,
     OfferMade,
     Outcome,
     Released,
-    Word,
     commit_mark,
 )
 from tests.agents import until
@@ -502,7 +502,7 @@ async def test_an_offer_is_published_again_as_it_is_by_then_and_goes_on() -> Non
     made, again = first.sent[0], second.sent[0]
     assert opened_at == 2
     assert (again.offer_id, again.secret) == (made.offer_id, made.secret)
-    assert (again.num_tokens, again.sealed, again.word) == (48, True, 0)
+    assert (again.num_tokens, again.sealed, again.cell) == (48, True, 0)
     assert again.tables == {"full": BlockTable.of([7, 3, 9])}
     assert 50.0 < again.left_s <= 120.0
     assert offer.ticket == ticket
@@ -579,15 +579,15 @@ async def test_an_offer_in_memory_that_was_replaced_is_lost() -> None:
     assert second.sent == []
 
 
-def offer_with_word(
+def offer_with_cell(
     offers: RecordedOffers, first: Recording, page: SharedSegment
-) -> tuple[Offer, MakeOffer, Word]:
+) -> tuple[Offer, MakeOffer, CommitCell]:
     """Return an offer that the first agent has made, its request, and its word, which is open."""
     offer = offers.offer(16, {"full": [7]})
     asked = first.sent[0]
     ticket = ticket_for(asked, asked.offer_id, asked.secret)
-    word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
-    word.open(asked.word)
+    word = CommitCell(page.swap, msgspec.structs.replace(ticket, cell=asked.cell))
+    word.open(asked.cell)
     first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
     return offer, asked, word
 
@@ -595,10 +595,10 @@ def offer_with_word(
 async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word() -> None:
     """It is never offered again, and the next agent is told of it."""
     first, second = Recording(reply=None), Recording()
-    with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
-        offers = RecordedOffers(first, words=page)
-        offer, asked, word = offer_with_word(offers, first, page)
-        assert word.take("a token")
+    with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
+        offers = RecordedOffers(first, cells=page)
+        offer, asked, word = offer_with_cell(offers, first, page)
+        assert word.commit("a token")
         first.lose(GONE)
         had_ended = offer.outcome
         offers.opened(second)
@@ -626,12 +626,12 @@ async def test_a_call_of_an_offer_that_ended_before_its_agent_was_lost_does_not_
 
 async def test_no_reader_commits_an_offer_by_its_word_once_the_agent_is_lost() -> None:
     first = Recording(reply=None)
-    with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
-        offers = RecordedOffers(first, words=page)
-        offer, _, word = offer_with_word(offers, first, page)
+    with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
+        offers = RecordedOffers(first, cells=page)
+        offer, _, word = offer_with_cell(offers, first, page)
         first.lose(GONE)
 
-        assert not word.take("a token")
+        assert not word.commit("a token")
         await offer.withdraw()
 
 

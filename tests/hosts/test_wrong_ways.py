@@ -133,7 +133,7 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
         host.set_path_mtu(MTU, told=False)
         try:
             reading = await fails(source, target)
-            meeting = await fails(source, unknown)
+            awaiting = await fails(source, unknown)
             found = look_at(network, "p0", decode)
             way_back = look_at(network, "d0", prefill)["peer.packets"]
         finally:
@@ -144,8 +144,8 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
     of_tests_before = healthy.pop("peer.faults")
     assert {one["severity"] for one in healthy.values()} == {"ok"}, of_tests_before
     assert (reading.stage, reading.code) == ("reading", ErrorCode.TIMEOUT)
-    assert meeting.code is ErrorCode.PEER_UNREACHABLE
-    assert all("(MTU)" in failure.message for failure in (reading, meeting))
+    assert awaiting.code is ErrorCode.PEER_UNREACHABLE
+    assert all("(MTU)" in failure.message for failure in (reading, awaiting))
     assert found["peer.socket"]["severity"] == "ok"
     assert is_error(found["peer.packets"], "large packets are lost", fix="MTU")
     assert is_error(way_back, "large packets are lost", fix="MTU")

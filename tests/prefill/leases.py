@@ -16,6 +16,7 @@ from kvbus.geometry import BlockTable, KvPart, Tile
 from kvbus.protocol import (
     Acquire,
     CheckMemory,
+    Commit,
     Digest,
     Granted,
     Handshake,
@@ -23,7 +24,6 @@ from kvbus.protocol import (
     Pack,
     Packed,
     Renew,
-    Take,
     Unpack,
 )
 from tests.engines import Engine
@@ -146,7 +146,7 @@ class Case:
 
     async def take(self, **changes: Any) -> None:
         """Under the lease."""
-        take = Take(
+        take = Commit(
             agent_boot=self.agent.boot,
             offer_id=self.offer_id,
             reader_id="reader",

@@ -6,7 +6,7 @@ Each case is a script: events, some with the time and who is answered what. See 
 import pytest
 
 from kvbus.geometry import BlockTable
-from kvbus.protocol import Decline, MakeOffer, Meet, Met, OfferMade, WithdrawOffer
+from kvbus.protocol import AwaitedOffer, AwaitOffer, Decline, MakeOffer, OfferMade, WithdrawOffer
 from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply
 from kvbus_prefill import offer
 from tests.prefill.tickets import ticket_for
@@ -21,8 +21,8 @@ def id_of(name: str) -> str:
     return f"offer {name[0]}"
 
 
-def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Asked[Meet]:
-    return ev.Asked(Meet(transfer_id=name, wait_s=wait_s), who, fresh=f"until {id_of(name)}")
+def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Asked[AwaitOffer]:
+    return ev.Asked(AwaitOffer(transfer_id=name, wait_s=wait_s), who, fresh=f"until {id_of(name)}")
 
 
 def forgone(who: str, name: str = NAME) -> ev.Asked[Decline]:
@@ -46,7 +46,7 @@ def told(commands: list[ev.Command]) -> dict[str, str]:
     words = {}
     for command in commands:
         match command:
-            case SendReply(who, Met(ticket)):
+            case SendReply(who, AwaitedOffer(ticket)):
                 words[str(who)] = "met"
                 assert ticket["offer_id"].startswith("offer ")
             case SendReply(who, body) if not isinstance(body, OfferMade):

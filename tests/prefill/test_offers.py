@@ -15,13 +15,14 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable, Tile
 from kvbus.protocol import (
     Acquire,
+    AwaitOffer,
+    Commit,
     CommitAnswer,
     CommitQuery,
     EndedOffer,
     ExtendOffer,
     Granted,
     MakeOffer,
-    Meet,
     Outcome,
     Pack,
     PeerWithdraw,
@@ -29,7 +30,6 @@ from kvbus.protocol import (
     Renew,
     Request,
     SealOffer,
-    Take,
     WithdrawOffer,
     commit_mark,
 )
@@ -127,7 +127,7 @@ def taken(
 ) -> ev.Asked[Any]:
     """By a reader that says which blocks it has read."""
     agent_id, boot = process
-    message = Take(
+    message = Commit(
         **OF,
         reader_id=reader_id,
         secret=secret,
@@ -361,7 +361,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "what this agent has completed itself it does not enter again":
         [SEALED, taken(), before("own", "another"), (1, taken(token="another"), [DONE])],
     "an offer that was committed before is not there for who awaits it":
-        [asked(Meet(NAME, 1.0)), (0, before("own", transfer_id=NAME), [DONE])],
+        [asked(AwaitOffer(NAME, 1.0)), (0, before("own", transfer_id=NAME), [DONE])],
     # whether an earlier process of the reader has committed
     "a commit is known by its token and the secret":
         [SEALED, taken(), (1, query(), [True]), (1, query(token="other"), [False]),

@@ -38,7 +38,7 @@ async def test_it_is_guessed_before_engines_have_met_and_learned_after(fresh: Ag
         await anyio.to_thread.run_sync(ask_of_strangers, decode, target)
         later = cost(decode, prefill, target)
 
-    took_s = [one.queued + one.acquiring + one.reading + one.taking for one in stages]
+    took_s = [one.queued + one.acquiring + one.reading + one.committing for one in stages]
     assert guessed["num_bytes"] == 80 * TOKEN_BYTES
     assert (guessed["path"], guessed["num_observed"]) == ("", 0)
     assert guessed["predicted_s"] > 0

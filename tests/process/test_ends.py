@@ -137,14 +137,14 @@ EVENTS = {
 NO_ANSWER = {ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT}
 LOST = {ErrorCode.ENGINE_LOST}
 LOST_IN_PART = {*LOST, ErrorCode.ENGINE_UNKNOWN, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED}
-AT_THE_END = ("reading", "taking")
+AT_THE_END = ("reading", "committing")
 """The bytes come without the prefill agent, which is missed when the lease is renewed, or taken."""
 GONE = {
     *(ErrorCode.PEER_LOST, ErrorCode.PEER_UNREACHABLE, ErrorCode.TRANSFER_FAILED),
     *NO_ANSWER,
 }
 """Of an agent that is killed, and not there again by the deadline."""
-TRIED = ("reading", "waiting", "resolving", "acquiring", "taking")
+TRIED = ("reading", "waiting", "resolving", "acquiring", "committing")
 REPEATED = ("reading", "resolving")
 """A read may fail before its agent knows that the engine has left: the fetch is repeated then."""
 

@@ -58,7 +58,7 @@ async def test_either_may_come_first_and_a_name_is_used_once(
             await source.prefill.offer("r", **named, **NOTHING)
         assert refused.value.code is ErrorCode.OFFER_EXISTS
         failure = await failure_of(begin(target, meets))
-        assert (failure.stage, failure.code) == ("meeting", ErrorCode.OFFER_COMPLETED)
+        assert (failure.stage, failure.code) == ("awaiting", ErrorCode.OFFER_COMPLETED)
         await hand_over(source, target)
 
 
@@ -76,8 +76,8 @@ async def test_an_offer_is_waited_for_while_an_engine_is_left_and_no_longer(
         later = await failure_of(begin(target, rendezvous(prefill)))
 
     assert still_awaited == 1
-    assert (failure.stage, failure.code) == ("meeting", ErrorCode.ENGINE_LOST)
-    assert (later.stage, later.code) == ("meeting", ErrorCode.ENGINE_NOT_READY)
+    assert (failure.stage, failure.code) == ("awaiting", ErrorCode.ENGINE_LOST)
+    assert (later.stage, later.code) == ("awaiting", ErrorCode.ENGINE_NOT_READY)
 
 
 async def test_an_offer_of_another_prompt_is_not_met(
@@ -91,7 +91,7 @@ async def test_an_offer_of_another_prompt_is_not_met(
         failure = await failure_of(fetch)
         await offer.withdraw()
 
-        assert (failure.stage, failure.code) == ("meeting", ErrorCode.PROMPT_MISMATCH)
+        assert (failure.stage, failure.code) == ("awaiting", ErrorCode.PROMPT_MISMATCH)
         assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, request_id="r-7")
 
 

@@ -75,7 +75,7 @@ async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
         assert of_offer["offer"].parent_id == PARENT
         assert of_fetch["fetch"].parent_id == OTHER_PARENT
         assert {"leased", "sealed"} <= of_offer.keys()
-        assert {"acquiring", "reading", "READ", "taking"} <= of_fetch.keys()
+        assert {"acquiring", "reading", "READ", "committing"} <= of_fetch.keys()
         assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
         assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
         agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
@@ -119,9 +119,9 @@ async def test_the_story_of_a_handoff_is_told_on_both_sides(
     assert "Acquire -> reading: ReadChunk" in of_fetch
     assert "transfer 0 TransferDue -> reading: Begin" in of_fetch, of_fetch
     assert "transfer 0 StageEnded -> over: -" in of_fetch
-    assert "Take -> completed: ReportFetched" in of_fetch
+    assert "Commit -> completed: ReportFetched" in of_fetch
     assert any(line.startswith("MakeOffer -> sealed") for line in of_offer)
-    assert of_offer[-1].startswith("Take -> released")
+    assert of_offer[-1].startswith("Commit -> released")
 
 
 def watched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -166,7 +166,7 @@ async def test_each_agent_is_a_column_and_what_is_wrong_stands_below(
     assert shown.returncode == 0, shown.stderr
     assert row(shown.stdout, "state") == ["serving", "serving"]
     assert row(shown.stdout, "peers") == ["1"]
-    assert "taking" not in shown.stdout, "nothing happened between the two looks"
+    assert "committing" not in shown.stdout, "nothing happened between the two looks"
     assert f"{nobody}: no answer" in shown.stdout
     assert late.code.value in shown.stdout
     assert "offer_ttl_s" in shown.stdout
@@ -193,7 +193,7 @@ def test_without_addresses_status_asks_the_agent_of_the_pod_with_its_token(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_status", "words"),
+    ("arguments", "exit_status", "cells"),
     [
         (("127.0.0.1:9", "--every", "0.1"), 1, "http_bind"),
         *(

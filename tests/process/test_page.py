@@ -77,7 +77,7 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
             await expect(page.locator("body")).not_to_have_attribute("data-looks", looks)
             assert await focused_id(page) == fetch.fetch_id
             await page.keyboard.press("Enter")
-            await expect(page.locator("#waterfall")).to_contain_text("taking")
+            await expect(page.locator("#waterfall")).to_contain_text("committing")
             await expect(page.locator("#request")).to_contain_text(f"--peer {decode.peer}")
             await expect(page.locator("#flows")).to_contain_text(prefill.settings["agent_id"])
             await page.set_viewport_size({"width": 420, "height": 900})

@@ -89,7 +89,7 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(
 
     assert names(spans_of(answer, prefill)) == ["offer", "sealed", "leased"]
     of_fetch = spans_of(answer, decode)
-    assert names(of_fetch) == ["fetch", "resolving", "acquiring", "reading", "READ", "taking"]
+    assert names(of_fetch) == ["fetch", "resolving", "acquiring", "reading", "READ", "committing"]
     whole, *parts = [span for span in of_fetch if span["depth"] < 2]
     spent_s = sum(span["end_s"] - span["start_s"] for span in parts)
     assert spent_s == pytest.approx(whole["end_s"] - whole["start_s"], rel=0.03)
@@ -154,7 +154,7 @@ async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
     assert not any(meets["transfer_id"] in str(spans) for spans in (of_offer, of_fetch))
     assert names(of_offer)[:3] == ["awaited", "offer", "open"]
     stages = names([one for one in of_fetch if one["depth"] == 1])
-    assert stages[0] == "meeting"
+    assert stages[0] == "awaiting"
     assert stages.count("reading") >= 2
     assert "waiting" in stages
     (alive,) = [one for one in spans_of(live, prefill) if one["name"] == "offer"]
@@ -173,7 +173,7 @@ async def test_an_offer_and_a_fetch_are_found_by_their_own_ids_and_each_chunk_is
 
     assert len(by_offer["agents"]) == 1
     assert names(spans_of(by_fetch, prefill))[0] == "offer"
-    assert names(spans_of(by_fetch, decode))[-7:] == [*(["reading", "READ"] * 3), "taking"]
+    assert names(spans_of(by_fetch, decode))[-7:] == [*(["reading", "READ"] * 3), "committing"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_a_person_reads_a_waterfall_and_what_took_the_time(
 
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
-    assert any(line.split()[:1] == ["taking"] and "█" in line for line in lines)
+    assert any(line.split()[:1] == ["committing"] and "█" in line for line in lines)
     assert " ms: " in lines[-1]
     assert "%" in lines[-1]
     assert (never.exit_code, half.exit_code) == (1, 0)

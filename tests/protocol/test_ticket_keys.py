@@ -19,7 +19,7 @@ NOW_S, LIFETIME_S = 1_760_000_000.5, 600
 UNSIGNED = replace(Ticket.from_json(example(StartFetch).ticket), signature="")
 WITHOUT_BLOCKS = replace(UNSIGNED, blocks="")
 MEETS = Rendezvous(32 * "1", "tcp://10.0.0.1:7501", audience="decode")
-NOT_SIGNED = {"traceparent", "word"}
+NOT_SIGNED = {"traceparent", "cell"}
 """Agents that do not know the field drop it, and check the rest."""
 
 
@@ -27,7 +27,7 @@ def signed(ticket: Any, keys: TicketKeys = OLD) -> Any:
     return keys.sign(ticket, now_s=NOW_S, lifetime_s=LIFETIME_S)
 
 
-def is_taken(keys: TicketKeys, ticket: Ticket | Rendezvous, now_s: float = NOW_S) -> bool:
+def is_committed(keys: TicketKeys, ticket: Ticket | Rendezvous, now_s: float = NOW_S) -> bool:
     try:
         keys.check_signature(ticket)
         keys.check_times(ticket, now_s=now_s)
@@ -43,11 +43,11 @@ def test_what_is_signed_is_taken_by_who_has_its_key_and_while_keys_are_replaced(
     older, newer = signed(unsigned), signed(unsigned, BOTH)
     carried = msgspec.json.decode(msgspec.json.encode(older.to_json()))
 
-    assert is_taken(OLD, type(unsigned).from_json(carried | {"added_by_a_router": 1}))
-    assert is_taken(BOTH, older), "signed with the key before"
-    assert is_taken(NEW, newer), "the first key signs"
-    assert not is_taken(OLD, newer)
-    assert not is_taken(WRONG, older)
+    assert is_committed(OLD, type(unsigned).from_json(carried | {"added_by_a_router": 1}))
+    assert is_committed(BOTH, older), "signed with the key before"
+    assert is_committed(NEW, newer), "the first key signs"
+    assert not is_committed(OLD, newer)
+    assert not is_committed(WRONG, older)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_a_ticket_with_another_value_in_any_field_that_is_signed_is_refused(
     value = text if isinstance(getattr(ticket, field), str) else number
     assume(value != getattr(ticket, field))
 
-    assert is_taken(OLD, replace(ticket, **{field: value})) == (field in NOT_SIGNED)
+    assert is_committed(OLD, replace(ticket, **{field: value})) == (field in NOT_SIGNED)
 
 
 def test_a_ticket_without_blocks_is_signed_as_by_agents_that_do_not_know_the_field() -> None:
     ticket = signed(WITHOUT_BLOCKS)
     fields = {**ticket.to_json(), "signature": ""}
-    del fields["blocks"], fields["traceparent"], fields["word"]
+    del fields["blocks"], fields["traceparent"], fields["cell"]
 
     signature = hmac.digest(32 * b"o", b"kvbus ticket\n" + msgspec.json.encode(fields), "sha256")
 
@@ -99,8 +99,8 @@ def test_a_ticket_that_is_not_signed_is_refused_as_such() -> None:
 def test_a_ticket_is_of_its_time_and_a_clock_that_is_off_is_said(late_s: float, said: str) -> None:
     ticket = signed(UNSIGNED)
 
-    assert is_taken(OLD, ticket, NOW_S + late_s) == (not said)
-    assert is_taken(OLD, signed(MEETS), NOW_S + late_s) == (not said)
+    assert is_committed(OLD, ticket, NOW_S + late_s) == (not said)
+    assert is_committed(OLD, signed(MEETS), NOW_S + late_s) == (not said)
     if said:
         with pytest.raises(LocalError, match=rf"{said}.* clock .*agent '.*' is wrong"):
             OLD.check_times(ticket, now_s=NOW_S + late_s)

@@ -159,7 +159,7 @@ async def test_memory_that_contradicts_itself_is_refused(
 def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> None:
     with Attached(prefill.attach) as process, SharedSegment(8192) as page:
         process.hello(engine_id="raw", boot=uuid.uuid4().hex)
-        body = {"segment_id": "words", "size_bytes": page.size_bytes, "words": True}
+        body = {"segment_id": "cells", "size_bytes": page.size_bytes, "cells": True}
 
         reply = process.ask("segment", body, (page.fd,))
 

@@ -101,7 +101,7 @@ async def test_senders_that_wait_for_names_keep_no_handoff_from_going_on(fresh: 
             for number in range(NUM_SENDERS * NUM_EACH):
                 wait_s = 6.0 * (1 + number // NUM_SENDERS)  # so that some of each always wait
                 body = {"transfer_id": uuid.uuid4().hex, "wait_s": wait_s}
-                crowd.ask("meet", body, f"sender-{number % NUM_SENDERS}")
+                crowd.ask("await_offer", body, f"sender-{number % NUM_SENDERS}")
             await anyio.to_thread.run_sync(crowd.start)
             assert await works(source, target)
             async with pair(prefill.attach, late.attach) as (another, newcomer):

@@ -374,7 +374,7 @@ async def test_a_revoked_reader_of_this_machine_takes_no_offer(
     revoked, other = (
         ring.prepare(fresh, Role.DECODE, name, mapped=True) for name in ("revoked", "other")
     )
-    prefill.expected_trouble.add("words.closed")
+    prefill.expected_trouble.add("cells.closed")
     fresh.start(prefill, revoked, other)
     async with (
         pair(prefill.attach, revoked.attach) as (source, target),

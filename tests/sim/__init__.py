@@ -13,6 +13,6 @@ One seed gives one run.
     memory.py     memory that is lent on one machine      worlds.py    what a run is like
 
 The oracle knows bytes and ends: what a completed fetch has read, which bytes change after their
-blocks were given back, which words are live then, and that everything ends once, within its
+blocks were given back, which cells are live then, and that everything ends once, within its
 deadline.
 """

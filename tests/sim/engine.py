@@ -35,9 +35,9 @@ from kvbus.geometry import (
 )
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import (
-    NUM_WORDS,
+    CELLS_BYTES,
+    NUM_CELLS,
     PROTOCOL_VERSION,
-    WORDS_BYTES,
     AgentRole,
     AwaitReady,
     BlocksFreed,
@@ -380,7 +380,7 @@ class PrefillEngine(SimEngine):
     role = AgentRole.PREFILL
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._page = SharedSegment(WORDS_BYTES)
+        self._page = SharedSegment(CELLS_BYTES)
         self._runner = Runner()
         self._connection: SimConnection | None = None
         self._is_leaving = False
@@ -394,7 +394,7 @@ class PrefillEngine(SimEngine):
     def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
         yield from super().segments_of(rank)
         if rank.rank == 0:
-            yield PassSegment("words", WORDS_BYTES, words=True), self._page
+            yield PassSegment("cells", CELLS_BYTES, cells=True), self._page
 
     async def _register(self, control: RequestClient) -> None:
         offers = self._offers
@@ -445,7 +445,7 @@ class PrefillEngine(SimEngine):
         handoff.is_offered, handoff.offerer = True, self
         if len(handoff.stops) == 1:
             handoff.sealed_at = self.world.now
-        self._check_words()
+        self._check_cells()
         message = offer_message(
             handoff.name,
             ready,
@@ -459,13 +459,13 @@ class PrefillEngine(SimEngine):
         offer.made.then(partial(self._offered, handoff, offer))
         self._offers.ask(offer)
 
-    def _check_words(self) -> None:
+    def _check_cells(self) -> None:
         """Who could take an offer has its blocks."""
         offers = [one.offer for one in self.ledger.offered_by(self)]
-        live = {offer.message.word % NUM_WORDS for offer in offers if offer is not None}
-        words = self._page.view().view(np.uint64)
-        if lost := {*np.flatnonzero(words & 3 == 1).tolist()} - live:
-            self.world.fail(f"words {lost} are live, and their blocks the engine's")
+        live = {offer.message.cell % NUM_CELLS for offer in offers if offer is not None}
+        cells = self._page.view().view(np.uint64)
+        if lost := {*np.flatnonzero(cells & 3 == 1).tolist()} - live:
+            self.world.fail(f"cells {lost} are live, and their blocks the engine's")
 
     def withdraw(self, handoff: Handoff) -> None:
         if handoff.offer is not None:

@@ -21,7 +21,7 @@ Content: TypeAlias = npt.NDArray[np.uint8]
 PARTS = ("k", "v")
 NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 2, 2
 GRACE_S = 1.0
-"""How long behind its deadline a fetch may end by the last word on it: `TAKE_GRACE_S`."""
+"""How long behind its deadline a fetch may end by the last word on it: `COMMIT_GRACE_S`."""
 LATE_S = 0.5
 """What messages to an engine, and a busy network, may take on top."""
 QUIET_S = 8.0

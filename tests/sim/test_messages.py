@@ -5,13 +5,13 @@ import pytest
 from kvbus.protocol import Notice, RequestFrame, decode
 from tests.sim.cluster import Cluster, Settings, cluster_of
 from tests.sim.handoffs import Plan
-from tests.sim.worlds import quick, words
+from tests.sim.worlds import cells, quick
 
 DIRECT = [
     *("offer", "offer: ok", "fetch", "acquire", "acquire: ok", "take", "take: ok", "released"),
     "fetch: ok",
 ]
-BY_WORD = ["offer", "offer: ok", "fetch", "fetch: ok", "taken", "released", "taken: ok"]
+BY_CELL = ["offer", "offer: ok", "fetch", "fetch: ok", "taken", "released", "taken: ok"]
 """A mapped read has no acquire, and so two messages less."""
 
 
@@ -35,7 +35,7 @@ def said(world: Cluster) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("settings", "expected"), [(quick(), DIRECT), (words(), BY_WORD)], ids=["direct", "by word"]
+    ("settings", "expected"), [(quick(), DIRECT), (cells(), BY_CELL)], ids=["direct", "by cell"]
 )
 def test_a_handoff_has_one_answer_to_each_question_and_nothing_twice(
     settings: Settings, expected: list[str], seed: int

@@ -12,7 +12,7 @@ from kvbus.protocol import AgentRole, Outcome
 from kvbus_decode.remote_agent import REFUSED_S
 from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.handoffs import Handoff, Plan
-from tests.sim.worlds import HND, LEASE_S, QUARANTINE_S, quick, words
+from tests.sim.worlds import HND, LEASE_S, QUARANTINE_S, cells, quick
 
 FAULT_S, LONG_S = 10.0, 60.0
 NUM_TRIED = 8
@@ -25,8 +25,8 @@ GROWS = Plan(num_tokens=16, num_pieces=2, gap_s=2 * LONG_S, timeout_s=20.0, ttl_
 
 CRASHING: dict[str, tuple[Settings, dict[str, Any]]] = {
     "sealed": (quick(), {}),
-    "by word": (words(), {}),
-    "by word, late messages": (words(delay_s=2e-3), {}),
+    "by cell": (cells(), {}),
+    "by cell, late messages": (cells(delay_s=2e-3), {}),
     "growing": (quick(), {"num_pieces": 3, "gap_s": 0.002, "chunk_tokens": 8}),
     "rendezvous": (quick(), {"meets": True, "transfer_id": "of-one-request-1"}),
     "late messages": (quick(delay_s=2e-3), {}),
@@ -217,7 +217,7 @@ def test_the_last_reply_is_lost_with_its_connection_and_the_fetch_completes(seed
 def test_a_yes_that_comes_after_the_deadline_counts_in_the_grace_only(
     monkeypatch: pytest.MonkeyPatch, seed: int, grace_s: float, ends: str
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.config.TAKE_GRACE_S", grace_s)
+    monkeypatch.setattr("kvbus_decode.config.COMMIT_GRACE_S", grace_s)
     deadline_s, late_s = 4.0, 0.5
     with cluster_of(quick(), seed) as world:
         handoff = world.give(Plan(timeout_s=deadline_s))

@@ -9,14 +9,14 @@ from tests.examples import num_examples
 from tests.sim.cluster import D, Fault, FaultKind, P, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
-from tests.sim.worlds import HND, LEAST_COMPLETED, RESTLESS, SORTS, Sort, quick, simulate, words
+from tests.sim.worlds import HND, LEAST_COMPLETED, RESTLESS, SORTS, Sort, cells, quick, simulate
 
 pytestmark = pytest.mark.timeout(600)  # 15 s of CPU, on a machine that may have other work
 SEEDS = range(num_examples(12))
 LACKING = {
     "direct": quick(lacks=0.05),
     "packed": quick(decode=HND, lacks=0.05),
-    "mapped": words(decode=HND, lacks=0.05),
+    "mapped": cells(decode=HND, lacks=0.05),
 }
 """Some READs and threads cannot be started."""
 
@@ -41,7 +41,7 @@ def test_blocks_come_back_where_memory_is_lacking(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("crashes", 46), ("slow words", 13), ("frozen", 8), ("compared", 13)]
+    ("name", "seed"), [("crashes", 46), ("slow cells", 13), ("frozen", 8), ("compared", 13)]
 )
 def test_the_same_seed_is_the_same_world(name: str, seed: int) -> None:
     first, again = (simulate(SORTS[name], seed=seed, num_handoffs=60) for _ in range(2))

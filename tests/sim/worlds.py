@@ -59,8 +59,8 @@ def quick(
     )
 
 
-def words(**settings: Any) -> Settings:
-    """Agents of one machine: offers are taken by their words."""
+def cells(**settings: Any) -> Settings:
+    """Agents of one machine: offers are committed by their cells."""
     mapped = {"mapped": True}
     return quick(mapped, mapped, pairs=2, **settings)
 
@@ -97,8 +97,8 @@ SORTS: dict[str, Sort] = {
         request_every_s=0.01,
         **RESTLESS,
     ),
-    "words": Sort(settings=words(), fault_every_s=0.5, **WITHDRAWN),
-    "slow words": Sort(settings=words(decode=HND, thread_s=2e-3), fault_every_s=0.3, **WITHDRAWN),
+    "cells": Sort(settings=cells(), fault_every_s=0.5, **WITHDRAWN),
+    "slow cells": Sort(settings=cells(decode=HND, thread_s=2e-3), fault_every_s=0.3, **WITHDRAWN),
     "crashes": Sort(
         settings=quick(pairs=2, delay_s=1e-3, part_s=5e-3),
         fault_every_s=0.7,

@@ -59,7 +59,7 @@ FETCH = (
     Span("packing", 4.5, 6.0, 2, "transfer 0"),
     Span("READ", 6.0, 8.5, 2, "transfer 0"),
     Span("READ", 6.5, 9.0, 2, "transfer 1"),
-    Span("taking", 9.0, 10.0, 1),
+    Span("committing", 9.0, 10.0, 1),
 )
 READ = prefill(*OFFER), decode(*FETCH)
 UNREAD = prefill(Span("offer", 0.0, 22.837028), Span("sealed", 0.0, 22.837028, 1))

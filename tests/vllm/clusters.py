@@ -175,7 +175,7 @@ class Cluster:
         wait_until(lambda: self.under_way() == len(calls), "all fetches have begun")
         return calls
 
-    def meeting(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def awaiting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ``kv_transfer_params`` for decode and for prefill of a request that both get."""
         name = uuid.uuid4().hex
         meets = {"transfer_id": name, "endpoint": self.prefill_agent.peer, "request_id": "met"}
@@ -184,7 +184,7 @@ class Cluster:
 
     def meet(self, prompt: Sequence[int], **fields: Any) -> tuple[Call, Call]:
         """Send both servers a prompt at the same time; the decode side's request, and prefill's."""
-        to_decode, to_prefill = self.meeting()
+        to_decode, to_prefill = self.awaiting()
         return (
             self.begin(prompt, to_decode, **fields),
             self.prefill.begin(prompt, 1, kv_transfer_params=to_prefill),

@@ -418,7 +418,7 @@ class Pair:
         """What a router gets with the prefill's answer."""
         return self.prefill.offered(prompt, 1, TO_DECODE, **fields)
 
-    def meeting(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def awaiting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The params for decode and for prefill of a request that both get at once."""
         name = uuid.uuid4().hex
         meets = {"transfer_id": name, "endpoint": self.agents.all[0].peer}

@@ -141,7 +141,7 @@ def test_a_prompt_whose_offer_has_gone_while_it_is_computed_is_offered_anew(
 ) -> None:
     options = {"offer_ttl_s": 3.0} if what == "expires" else {}
     with pair_of(agents, engine_of, **options) as engines:
-        asks = engines.meeting()[1] if is_named else TO_DECODE
+        asks = engines.awaiting()[1] if is_named else TO_DECODE
         answer = engines.prefill.ask(PROMPT, 1, asks)
         engines.prefill.step()
         wait_until(lambda: engines.num_offers, "there is an offer")

@@ -104,7 +104,7 @@ def test_every_figure_comes_to_the_page_under_the_engine_that_it_is_of() -> None
         'vllm:kvbus_loads_total{engine="0",outcome="failed"} 0.0',
         'vllm:kvbus_loads_failed_total{engine="1",stage="reading"} 1.0',
         'vllm:kvbus_loads_failed_total{engine="1",stage="requested"} 1.0',
-        'vllm:kvbus_loads_failed_total{engine="1",stage="taking"} 0.0',
+        'vllm:kvbus_loads_failed_total{engine="1",stage="committing"} 0.0',
         'vllm:kvbus_load_stage_seconds_sum{engine="1",outcome="failed",stage="reading"} 0.5',
         'vllm:kvbus_offers_total{engine="0",outcome="expired"} 0.0',
         'vllm:kvbus_offered_tokens_total{engine="0"} 0.0',

@@ -78,7 +78,7 @@ def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
 def test_of_the_sequences_of_a_named_prompt_the_first_is_offered_and_no_other_fails(
     engines: Pair,
 ) -> None:
-    to_decode, to_prefill = engines.meeting()
+    to_decode, to_prefill = engines.awaiting()
     loads = [engines.decode.ask(PROMPT, 3, to_decode) for _ in range(2)]
     offers = [engines.prefill.ask(PROMPT, 1, to_prefill, name=f"{n}_r") for n in range(3)]
 
@@ -104,7 +104,7 @@ def test_requests_whose_long_ids_differ_in_the_middle_alone_are_handed_off(engin
 def test_a_name_that_is_taken_is_refused_and_vllms_log_says_so(
     engines: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, to_prefill = engines.meeting()
+    _, to_prefill = engines.awaiting()
     engines.prefill.ask(PROMPT, 99, to_prefill, name="first")
     engines.prefill.step()
     wait_until(lambda: engines.num_offers, "the name is taken")
@@ -122,7 +122,7 @@ def test_a_name_that_is_taken_is_refused_and_vllms_log_says_so(
 def test_what_decode_gives_up_that_both_got_at_once_is_offered_to_nobody(
     engines: Pair, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    to_decode, to_prefill = engines.meeting()
+    to_decode, to_prefill = engines.awaiting()
     decode = engines.agents.all[1]
 
     def give_up() -> None:
@@ -155,7 +155,7 @@ def test_what_decode_gives_up_that_both_got_at_once_is_offered_to_nobody(
 
 
 def test_what_prefill_gives_up_that_both_got_at_once_is_computed_by_decode(engines: Pair) -> None:
-    to_decode, to_prefill = engines.meeting()
+    to_decode, to_prefill = engines.awaiting()
     loads = engines.decode.ask(PROMPT, 3, to_decode)
     engines.prefill.ask(PROMPT, 2, to_prefill)
     engines.prefill.step()

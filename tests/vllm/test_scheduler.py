@@ -124,7 +124,7 @@ def test_at_once_a_decode_request_without_the_image_ends_with_an_error(
     with_encoders: Pair, *, lacks: bool
 ) -> None:
     engines, image = with_encoders, with_images("one")
-    to_decode, to_prefill = engines.meeting()
+    to_decode, to_prefill = engines.awaiting()
 
     loads = engines.decode.ask(PROMPT, 3, to_decode, **({} if lacks else image))
     offers = engines.prefill.ask(PROMPT, 1, to_prefill, **image)
@@ -231,7 +231,7 @@ def test_only_what_decode_has_not_cached_is_loaded_and_the_rest_releases_the_off
 def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
     engines: Pair,
 ) -> None:
-    to_decode, to_prefill = engines.meeting()
+    to_decode, to_prefill = engines.awaiting()
     loads = engines.decode.ask(PROMPT, 3, to_decode)
     offers = engines.prefill.ask(PROMPT, 9, to_prefill, name="grows")
     grown = []
@@ -285,7 +285,7 @@ AT_ONCE = {
 def test_at_once_decode_is_given_the_prompt_that_both_have_and_nothing_else(
     engines: Pair, kind: str
 ) -> None:
-    case, (to_decode, to_prefill) = AT_ONCE[kind], engines.meeting()
+    case, (to_decode, to_prefill) = AT_ONCE[kind], engines.awaiting()
     sampling = {"stop_token_ids": list(case.stops)}
 
     loads = engines.decode.ask(case.decode, 3, to_decode)
@@ -301,7 +301,7 @@ def test_decode_computes_what_it_does_not_get_in_time(
     agents: Agents, engine_of: EngineOf, kind: str
 ) -> None:
     with pair_of(agents, engine_of, fetch_timeout_s=2.0, offer_ttl_s=3.0) as engines:
-        params = engines.meeting()[0] if kind == "a name" else unreachable(engines.params())
+        params = engines.awaiting()[0] if kind == "a name" else unreachable(engines.params())
 
         answer = engines.decode.answer(PROMPT, 3, params)
 
@@ -472,7 +472,7 @@ def test_decode_is_right_when_prefill_preempts_what_it_reads(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     with pair_of(agents, engine_of, num_requests=1) as engines:
-        to_decode, to_prefill = engines.meeting()
+        to_decode, to_prefill = engines.awaiting()
         loads = engines.decode.ask(PROMPT, 3, to_decode)
         grows = engines.prefill.ask(prompt_of(100, seed=1), 200)
         offers = engines.prefill.ask(PROMPT, 150, to_prefill)
@@ -489,7 +489,7 @@ def test_what_prefill_has_told_of_a_request_is_not_read_once_it_is_preempted(
 ) -> None:
     """Its blocks are others' by the time that the decode request comes."""
     with pair_of(agents, engine_of, num_requests=1) as engines:
-        to_decode, to_prefill = engines.meeting()
+        to_decode, to_prefill = engines.awaiting()
         grows = engines.prefill.ask(prompt_of(100, seed=1), 200)
         offers = engines.prefill.ask(PROMPT, 150, to_prefill)
         (_, offered) = engines.prefill.requests

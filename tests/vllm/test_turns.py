@@ -125,7 +125,7 @@ def test_a_turn_that_both_servers_get_at_once_reads_the_last_one(pair: Cluster) 
     first = turn(pair, prompt_of(300, seed=20))
     assert first.params is not None
     prompt, before = first.then(500, seed=21), computed(pair)
-    to_decode, to_prefill = pair.meeting()
+    to_decode, to_prefill = pair.awaiting()
 
     decode = pair.begin(prompt, to_decode, stream=True, cache_salt="met")
     asked = {**to_prefill, **first.params}

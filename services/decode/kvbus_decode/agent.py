@@ -198,10 +198,10 @@ class DecodeService(Service):
             ticket=ticket,
             timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
             has_state=bool(asked_states(engine.spec.groups, asked.tables)),
-            take_token=asked.token or new_secret(),
+            commit_token=asked.token or new_secret(),
             **more,
         )
-        route = self.routes.find(ticket, engine) if requested.has_met else None
+        route = self.routes.find(ticket, engine) if requested.has_ticket else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
             ahead = ahead_of(requested, route, choice) if choice else None
@@ -276,7 +276,7 @@ class DecodeService(Service):
             ticket = requested.ticket
             asked = requested.asked
             # the fetch of a rendezvous may have got no ticket
-            trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
+            trace_name = ticket.offer_id if requested.has_ticket else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
             sender.put(self.histories.later(fetch), trace_name, *traces)
 

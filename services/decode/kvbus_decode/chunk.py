@@ -33,8 +33,8 @@ class FetchResources:
     offer_id: str = ""
     peers: list[Peer] = field(default_factory=list)
     replica_index: int = 0
-    meeting: tuple[int, Callable[[KVBusError], None]] | None = None
-    """The `Meet` that waits for its reply, and a function that ends the wait."""
+    awaiting: tuple[int, Callable[[KVBusError], None]] | None = None
+    """The `AwaitOffer` that waits for its reply, and a function that ends the wait."""
     stop_parts: Callable[[], None] = lambda: None
 
     def fills_blocks(self, asked: StartFetch) -> bool:

@@ -14,10 +14,10 @@ WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if 
 Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
 """Endpoint of a prefill agent, and its public key."""
 
-TAKE_GRACE_S = 1.0
-"""Extra wait for the reply to a take that was sent before its fetch's deadline.
+COMMIT_GRACE_S = 1.0
+"""Extra wait for the reply to a commit that was sent before its fetch's deadline.
 
-If the take succeeded, the offer has ended, and the fetch completes this much late."""
+If the commit succeeded, the offer has ended, and the fetch completes this much late."""
 SAMPLED_ONE_IN = 64
 TILES_IN_FLIGHT = 3
 """Most packed tiles of one fetch in flight."""
@@ -80,7 +80,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             num_places=self.fetches_at_once,
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,
-            take_grace_s=TAKE_GRACE_S,
+            commit_grace_s=COMMIT_GRACE_S,
             max_retired_bytes=self.max_ended_bytes,
         )
 

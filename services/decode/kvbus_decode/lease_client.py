@@ -1,4 +1,4 @@
-"""Requests to prefill agents for fetches: route, lease, renewal and `Take`.
+"""Requests to prefill agents for fetches: route, lease, renewal and `Commit`.
 
 Each command is answered by exactly one event of the fetch table.
 """
@@ -16,20 +16,20 @@ import structlog
 from kvbus.agent.loop import failure, guarded
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
+from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import (
-    MAX_TAKEN,
+    MAX_COMMITS,
+    AwaitedOffer,
+    AwaitOffer,
     CheckMemory,
+    Commit,
     Decline,
-    Meet,
-    Met,
     Release,
-    Take,
-    WordsTaken,
+    ReportCommits,
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.protocol.word import Word
 from kvbus.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
@@ -43,7 +43,7 @@ from kvbus_decode.tickets import TicketGate
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
-TAKEN_TIMEOUT_S = 60.0
+COMMITS_TIMEOUT_S = 60.0
 """Until then each new connection sends the request again."""
 DRAIN_PERIOD_S = 1.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
@@ -75,8 +75,8 @@ class LeaseClient:
         self._driven: dict[SourceKey, Source] = {}
         """Sources of draining fetches."""
         self._is_driving = False
-        self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
-        """Tokens of the takes by word, by offer."""
+        self._committed: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
+        """Tokens of the commits by cell, by offer."""
 
     def hold_peer(self, command: ev.AcquirePeer) -> None:
         try:
@@ -111,15 +111,15 @@ class LeaseClient:
         sent_at = self._agent.loop.time()
 
         def settle(outcome: Message | KVBusError) -> None:
-            if isinstance(message, Meet):
-                fetch.meeting = None
+            if isinstance(message, AwaitOffer):
+                fetch.awaiting = None
             promise(
                 ev.Answered(
                     fetch_id=requested.fetch_id,
                     attempt=command.attempt,
                     message=message,
                     outcome=self._admit(outcome, requested)
-                    if isinstance(outcome, Met)
+                    if isinstance(outcome, AwaitedOffer)
                     else outcome,
                     ticket=requested.ticket,
                     sent_at=sent_at,
@@ -131,7 +131,7 @@ class LeaseClient:
             raise LocalError("the fetch holds no agent", code=ErrorCode.CLOSED)
         route, home = fetch.route, fetch.peers[0]
         if route is not None and route.others:
-            if isinstance(message, Take):
+            if isinstance(message, Commit):
                 checks = [
                     (
                         one,
@@ -140,20 +140,20 @@ class LeaseClient:
                     for one in route.others
                 ]
                 self._agent.tasks.start_soon(
-                    self._take_of_many, command, route.home, checks, settle, promise
+                    self._commit_of_many, command, route.home, checks, settle, promise
                 )
                 return
             self._hold_progress(fetch, route)
-        elif isinstance(message, Take) and _takes_word(requested.ticket, route, message):
+        elif isinstance(message, Commit) and _commits_cell(requested.ticket, route, message):
             settle(Empty())
-            self._note_taken(home, message)
+            self._note_commit(home, message)
             return
         if route is not None:
             route.home.ask(message, timeout_s, settle, of="lease")
             return
         request_id = home.ask(message, timeout_s, settle)
-        if isinstance(message, Meet) and request_id is not None and not promise.is_kept:
-            fetch.meeting = request_id, settle
+        if isinstance(message, AwaitOffer) and request_id is not None and not promise.is_kept:
+            fetch.awaiting = request_id, settle
 
     def decline(self, shown: Mapping[str, Any]) -> None:
         """Decline the offer of a rendezvous that was refused because it is unsigned.
@@ -168,20 +168,20 @@ class LeaseClient:
             if peer is not None and not meets.signature:
                 peer.ask(Decline(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
-    def _note_taken(self, home: Peer, take: Take) -> None:
-        """Report all takes of this turn of the event loop together."""
-        if not self._taken:
-            self._agent.loop.call_soon(self._tell_taken)  # after the replies to engines
-        tokens = self._taken[home, take.agent_boot]
-        tokens[take.offer_id] = take.token
-        if len(tokens) == MAX_TAKEN:
-            self._tell_taken()
+    def _note_commit(self, home: Peer, commit: Commit) -> None:
+        """Report all commits of this turn of the event loop together."""
+        if not self._committed:
+            self._agent.loop.call_soon(self._report_commits)  # after the replies to engines
+        tokens = self._committed[home, commit.agent_boot]
+        tokens[commit.offer_id] = commit.token
+        if len(tokens) == MAX_COMMITS:
+            self._report_commits()
 
-    def _tell_taken(self) -> None:
+    def _report_commits(self) -> None:
         """If a report is lost, the offer ends by its time to live."""
-        taken, self._taken = self._taken, defaultdict(dict)
-        for (home, boot), tokens in taken.items():
-            home.ask(WordsTaken(boot, tokens), TAKEN_TIMEOUT_S, lambda _: None)
+        committed, self._committed = self._committed, defaultdict(dict)
+        for (home, boot), tokens in committed.items():
+            home.ask(ReportCommits(boot, tokens), COMMITS_TIMEOUT_S, lambda _: None)
 
     def tell(self, command: ev.NotifyAgent) -> None:
         """Have an agent end an offer or a lease; only offers open a connection."""
@@ -217,8 +217,8 @@ class LeaseClient:
         """Release the resources of an attempt; nothing of it is in flight."""
         self._draining.pop(fetch, None)
         self._forget_offer(fetch)
-        if fetch.meeting is not None:
-            request_id, settle = fetch.meeting
+        if fetch.awaiting is not None:
+            request_id, settle = fetch.awaiting
             fetch.peers[0].cancel(request_id)
             settle(LocalError("the request was cancelled", code=ErrorCode.CANCELLED))
         for peer in fetch.peers:
@@ -249,7 +249,7 @@ class LeaseClient:
     def _fail_step(self, fetch: FetchResources, error: KVBusError) -> None:
         self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
-    def _admit(self, met: Met, requested: ev.Requested) -> Ticket | KVBusError:
+    def _admit(self, met: AwaitedOffer, requested: ev.Requested) -> Ticket | KVBusError:
         digest = requested.asked.prompt_digest
         try:
             return self._tickets.admit_ticket(met.ticket, requested.engine_id, digest)
@@ -289,7 +289,7 @@ class LeaseClient:
 
         await guarded(find_route, promise.fail)
 
-    async def _take_of_many(
+    async def _commit_of_many(
         self,
         command: ev.Ask,
         home: Source,
@@ -297,7 +297,7 @@ class LeaseClient:
         settle: Settle,
         promise: Promise[ev.Event],
     ) -> None:
-        """Send `Take` after the other agents have confirmed that their memory is unchanged."""
+        """Send `Commit` after the other agents have confirmed that their memory is unchanged."""
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
@@ -345,16 +345,22 @@ def _key_of(source: Source) -> SourceKey:
     return source.remote, source.memory_id
 
 
-def _takes_word(ticket: Ticket, route: Route | None, take: Take) -> bool:
-    """Take the offer by its word, if that is mapped here."""
+def _commits_cell(ticket: Ticket, route: Route | None, commit: Commit) -> bool:
+    """Commit the offer by its cell, if that is mapped here."""
     memory = None if route is None else route.home.mapped
-    if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
+    if (
+        not ticket.cell
+        or commit.part
+        or commit.tables is None
+        or memory is None
+        or not memory.cells
+    ):
         return False
-    if take.nixl_agent:  # only the prefill agent knows whether it has replaced that data process
+    if commit.nixl_agent:  # only the prefill agent knows whether it has replaced that data process
         return False
     if memory.closed:  # for example because the agent has revoked the key
         return False
-    return Word(memory.words.swap, ticket).take(take.token)
+    return CommitCell(memory.cells.swap, ticket).commit(commit.token)
 
 
 def _note_refusal(reply: Empty | KVBusError) -> None:

@@ -38,10 +38,10 @@ from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.memory_limits import check_mappings
 from kvbus.memory.run_copy import swap_word
 from kvbus.protocol.attach import LendMemory, MemoryLent
+from kvbus.protocol.commit_cell import CELLS_BYTES
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
 from kvbus.protocol.tools import Sharing
-from kvbus.protocol.word import WORDS_BYTES
 from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ SegmentKey = tuple[int, str]
 class Lent:
     mappings: dict[SegmentKey, SegmentMapping] = field(default_factory=dict)
     fds: dict[SegmentKey, int] = field(default_factory=dict)
-    words: SegmentMapping | None = None
+    cells: SegmentMapping | None = None
 
     def take(self, key: SegmentKey, fd: int, size_bytes: int) -> None:
         """Map a segment, and keep a descriptor for the data process. Raises `SegmentError`."""
@@ -91,7 +91,7 @@ class Lent:
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
-        for mapping in (*self.mappings.values(), *filter(None, (self.words,))):
+        for mapping in (*self.mappings.values(), *filter(None, (self.cells,))):
             mapping.close()
 
 
@@ -127,7 +127,7 @@ class MappedMemory:
         lent: Lent,
         ranks: Mapping[int, Defined],
     ) -> None:
-        self.name, self.lender, self.words, self.ranks = name, lender, lent.words, ranks
+        self.name, self.lender, self.cells, self.ranks = name, lender, lent.cells, ranks
         self.addresses: dict[int, dict[str, int]] = {}
         for (rank, segment_id), mapping in lent.mappings.items():
             self.addresses.setdefault(rank, {})[segment_id] = mapping.address
@@ -334,7 +334,7 @@ def _connect(path: Path) -> FrameChannel:
 
 
 async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
-    """Request segments until all are ``lent``, then the words, if any. The caller closes ``lent``.
+    """Request segments until all are ``lent``, then the cells, if any. The caller closes ``lent``.
 
     Raises `KVBusError`, and the errors of sockets.
     """
@@ -349,7 +349,7 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             access=done.access,
             grant=done.grant,
             first=len(lent.mappings),
-            words=has_all,
+            cells=has_all,
         )
         answer, fds = await channel.ask({"op": lend.op, "body": to_body(lend)})
         try:
@@ -358,9 +358,9 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
                 _check(reply, fds, boot, wanted)
                 await in_thread(_map_some, reply, fds, lent)
             elif len(fds) == 1 and swap_word is not None:
-                page = partial(SegmentMapping, fds.pop(), size_bytes=WORDS_BYTES)
-                with suppress(SegmentError):  # words are optional
-                    lent.words = await in_thread(page)
+                page = partial(SegmentMapping, fds.pop(), size_bytes=CELLS_BYTES)
+                with suppress(SegmentError):  # cells are optional
+                    lent.cells = await in_thread(page)
         finally:
             close_fds(fds)
 

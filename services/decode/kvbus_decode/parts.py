@@ -361,7 +361,7 @@ def _origin(requested: ev.Requested, other: AgentRanks, repeated: int) -> str:
 
     Each process derives the same value from the token of the fetch.
     """
-    named = f"{requested.take_token} {other.endpoint} {repeated}"
+    named = f"{requested.commit_token} {other.endpoint} {repeated}"
     return blake2b(named.encode(), digest_size=16).hexdigest()
 
 

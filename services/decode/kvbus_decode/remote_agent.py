@@ -232,8 +232,8 @@ class RemoteAgent:
     def observe(self, fetched: Fetched) -> None:
         """Learn the duration of a completed fetch, unless it waited for tokens."""
         stages = fetched.stages_s
-        if not (stages.meeting or stages.waiting):
-            seconds = stages.queued + stages.acquiring + stages.reading + stages.taking
+        if not (stages.awaiting or stages.waiting):
+            seconds = stages.queued + stages.acquiring + stages.reading + stages.committing
             self.learned.setdefault(fetched.path, Learned()).observe(fetched.num_bytes, seconds)
 
 

@@ -18,6 +18,7 @@ from kvbus.data.client import ProgressToken
 from kvbus.errors import ErrorCode, GeometryError, LocalError, TransferFailed
 from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
+from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
@@ -29,21 +30,20 @@ from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
     Acquire,
+    AwaitOffer,
     CancelRequest,
+    Commit,
     CommitQuery,
     Decline,
     Handshake,
     HandshakeDone,
-    Meet,
     PeerWithdraw,
     Release,
     Renew,
-    Take,
-    WordsTaken,
+    ReportCommits,
 )
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
-from kvbus.protocol.word import Word
 from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
 from kvbus_prefill.config import PrefillConfig
@@ -56,8 +56,8 @@ from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
 
-WORDS_CHECKED_EVERY_S = 1.0
-"""How long blocks stay pinned after a take by a word whose report was lost."""
+CELLS_CHECKED_EVERY_S = 1.0
+"""How long blocks stay pinned after a commit by a cell whose report was lost."""
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -79,13 +79,13 @@ class PrefillService(Service):
         }
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
-        self.lender = MemoryLender(agent, config, self._close_words)
+        self.lender = MemoryLender(agent, config, self._close_cells)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
         self._driver.dispatch(ev.EnginesGone())
         await self.lender.open()
-        self._agent.tasks.start_soon(self._check_words)
+        self._agent.tasks.start_soon(self._check_cells)
 
     def engine_handlers(self) -> Handlers:
         return {
@@ -100,11 +100,11 @@ class PrefillService(Service):
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
             Renew: self._renew,
-            Take: self._take,
+            Commit: self._commit,
             PeerWithdraw: self._withdraw,
-            WordsTaken: self._end_taken,
+            ReportCommits: self._end_commits,
             CommitQuery: self._answer_committed,
-            Meet: Quota(self._meet, self._config.max_handoffs),
+            AwaitOffer: Quota(self._meet, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
         }
@@ -119,15 +119,16 @@ class PrefillService(Service):
             self._driver.dispatch(ev.EnginesGone())
         self.lender.end_engine(engine)
 
-    def _close_words(self, engine: LocalEngine) -> None:
-        """Revoke an engine's words: readers use requests again, and earlier takes are recorded."""
-        self._driver.dispatch(ev.WordsRevoked(engine.engine_id))
+    def _close_cells(self, engine: LocalEngine) -> None:
+        """Revoke an engine's cells: readers use requests again, and earlier commits are
+        recorded."""
+        self._driver.dispatch(ev.CellsRevoked(engine.engine_id))
 
-    async def _check_words(self) -> None:
-        """Find takes whose report was lost with its sender or its connection."""
+    async def _check_cells(self) -> None:
+        """Find commits whose report was lost with its sender or its connection."""
         while True:
-            await anyio.sleep(WORDS_CHECKED_EVERY_S)
-            self._driver.dispatch(ev.WordsChecked())
+            await anyio.sleep(CELLS_CHECKED_EVERY_S)
+            self._driver.dispatch(ev.CellsChecked())
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Wait ``late_read_s`` for late reads, which their agents abort after their lease."""
@@ -153,29 +154,29 @@ class PrefillService(Service):
 
     def _forward(self, message: Message, call: Call) -> None:
         key = call.session.key
-        fresh = new_secret() if isinstance(message, Acquire | Meet | Decline) else ""
+        fresh = new_secret() if isinstance(message, Acquire | AwaitOffer | Decline) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
-    # Memory that an engine has truncated reads as zeros in both data processes. A take may arrive
+    # Memory that an engine has truncated reads as zeros in both data processes. A commit may arrive
     # before the data process reports the truncation. The file is shorter before the first zero is
-    # read, so this agent checks the files for each take.
-    def _take(self, take: Take, call: Call) -> None:
-        """Forward a take, after ending an engine that has exited or truncated its memory."""
-        if not self._table.is_committed(take, call.session.key):
-            check_read_from(self._agent.data, take.nixl_agent)
-        offer = self._table.live.get(take.offer_id)
+    # read, so this agent checks the files for each commit.
+    def _commit(self, commit: Commit, call: Call) -> None:
+        """Forward a commit, after ending an engine that has exited or truncated its memory."""
+        if not self._table.is_committed(commit, call.session.key):
+            check_read_from(self._agent.data, commit.nixl_agent)
+        offer = self._table.live.get(commit.offer_id)
         if offer is not None:
             self._agent.engines.end_if_left(offer.engine_id)
             self._agent.engines.find_cuts(offer.engine_id)
-        self._forward(take, call)
+        self._forward(commit, call)
 
     def _renew(self, renew: Renew, call: Call) -> None:
         check_read_from(self._agent.data, renew.nixl_agent)
         self._forward(renew, call)
 
-    def _end_taken(self, taken: WordsTaken, call: Call) -> None:
-        for offer_id, token in taken.tokens.items():
-            self._driver.dispatch(ev.WordTaken(offer_id, token))
+    def _end_commits(self, committed: ReportCommits, call: Call) -> None:
+        for offer_id, token in committed.tokens.items():
+            self._driver.dispatch(ev.CellCommitted(offer_id, token))
         call.reply(Empty())
 
     def _answer_committed(self, asked: CommitQuery, call: Call) -> None:
@@ -197,7 +198,7 @@ class PrefillService(Service):
             raise _not_ready()
         self._forward(message, call)
 
-    def _meet(self, meet: Meet, call: Call) -> None:
+    def _meet(self, meet: AwaitOffer, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
         call.on_end = partial(self._driver.dispatch, left)
         self._forward(meet, call)
@@ -321,8 +322,8 @@ class PrefillService(Service):
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, max_blocks = self._agent.identity, self._config.ticket_blocks
-        may_have_word = offer.word and offer.sealed and offer.readers == 1
-        words = engine.words if may_have_word else None
+        may_have_cell = offer.cell and offer.sealed and offer.readers == 1
+        cells = engine.cells if may_have_cell else None
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.agent_boot,
@@ -338,7 +339,7 @@ class PrefillService(Service):
             prompt_digest=offer.prompt_digest,
             blocks=packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else "",
             traceparent=known_trace(offer.traceparent),
-            word=offer.word if words else 0,
+            cell=offer.cell if cells else 0,
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
@@ -351,7 +352,7 @@ class PrefillService(Service):
                 reply_to=call,
                 ticket=ticket,
                 ttl_s=offer.ttl_s or self._config.offer_ttl_s,
-                word=Word(words.swap, ticket) if words else None,
+                cell=CommitCell(cells.swap, ticket) if cells else None,
                 ticket_blocks=max_blocks if may_name else 0,
             )
         )

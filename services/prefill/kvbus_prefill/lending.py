@@ -41,15 +41,15 @@ MAX_PROCESS_CONNECTIONS = 192
 
 # A grant ties a connection to the key of the handshake. It is the key, and a hash of it that only
 # this agent can compute. Revoking a key closes its connections, and thus the memory at its agent. A
-# hostile reader could keep its maps and swap in the page of words:
+# hostile reader could keep its maps and swap in the page of cells:
 #
-#     words      live ──────────┤ closed: earlier takes complete, later ones are requests
+#     cells      live ──────────┤ closed: earlier commits complete, later ones are requests
 #     revoked                   ├─ hang up
-#     offers     with words     ├─ without words, while the engine lives
+#     offers     with cells     ├─ without cells, while the engine lives
 class MemoryLender:
     """Memory socket of a prefill agent.
 
-    ``on_revoked`` is called with an engine whose words a revoked reader can write to.
+    ``on_revoked`` is called with an engine whose cells a revoked reader can write to.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class MemoryLender:
     ) -> None:
         self._agent, self._config, self._on_revoked = agent, config, on_revoked
         self._readers: dict[AttachConnection, tuple[LocalEngine, str]] = {}
-        self._have_words: defaultdict[LocalEngine, set[str]] = defaultdict(set)
-        """Keys of readers that have the engine's page of words."""
+        self._have_cells: defaultdict[LocalEngine, set[str]] = defaultdict(set)
+        """Keys of readers that have the engine's page of cells."""
         self._secret = secrets.token_bytes(32)
         agent.access.on_change.append(self._hang_up_revoked)
         self._closed = "closed by the prefill agent's config (mapped = false)"
@@ -104,7 +104,7 @@ class MemoryLender:
         return sharing(path="" if self._closed else str(self._server.path), closed=self._closed)
 
     def end_engine(self, engine: LocalEngine) -> None:
-        self._have_words.pop(engine, None)
+        self._have_cells.pop(engine, None)
         for connection, (lent, _) in self._readers.items():
             if lent is engine:
                 connection.hang_up()
@@ -132,10 +132,10 @@ class MemoryLender:
         for connection, (_, key) in self._readers.items():
             if key in revoked:
                 connection.hang_up()
-        for engine, readers in self._have_words.items():
-            if engine.shares_words and not revoked.isdisjoint(readers):
-                engine.shares_words = False
-                log.warning("words.closed", engine_id=engine.engine_id)
+        for engine, readers in self._have_cells.items():
+            if engine.shares_cells and not revoked.isdisjoint(readers):
+                engine.shares_cells = False
+                log.warning("cells.closed", engine_id=engine.engine_id)
                 self._on_revoked(engine)
 
     async def _lend(
@@ -150,10 +150,10 @@ class MemoryLender:
         engine, key = self._engine(wanted), self._check_grant(wanted.grant)
         if self._readers.setdefault(connection, (engine, key)) != (engine, key):
             raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
-        if wanted.words:
-            words = engine.words
-            self._have_words[engine].add(key)
-            openers = [words.reopen] if words is not None else []
+        if wanted.cells:
+            cells = engine.cells
+            self._have_cells[engine].add(key)
+            openers = [cells.reopen] if cells is not None else []
             answer = MemoryLent(self._agent.identity.agent_boot, ())
             return PassingAnswer(to_body(answer), _opened(openers))
         lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]

@@ -1,4 +1,4 @@
-"""Another user: gives up root, connects and asks, says what the agent's words are."""
+"""Another user: gives up root, connects and asks, says what the agent's cells are."""
 
 import os
 import socket
@@ -15,8 +15,8 @@ with socket.socket(socket.AF_UNIX) as connected:
     with suppress(OSError):  # it may be refused already
         connected.sendall(b"\x01\x00\x00\x00\x80")  # an empty message, which is answered
         connected.shutdown(socket.SHUT_WR)
-    words = b""
+    cells = b""
     with suppress(ConnectionResetError):  # the end, when the agent left the question unread
         while chunk := connected.recv(65536):
-            words += chunk
-sys.stdout.buffer.write(words)
+            cells += chunk
+sys.stdout.buffer.write(cells)

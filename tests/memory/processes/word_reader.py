@@ -1,7 +1,7 @@
-"""Reads blocks of another process step by step, and takes an offer by its word.
+"""Reads blocks of another process step by step, and takes an offer by its cell.
 
-word_reader.py WORDS_FD BLOCKS_FD TICKET; a line of input is a step: ``copy OFFSET SIZE``, ``take
-NAME``, or ``race NAME...``, which takes the words as fast as it can.
+cell_reader.py WORDS_FD BLOCKS_FD TICKET; a line of input is a step: ``copy OFFSET SIZE``, ``take
+NAME``, or ``race NAME...``, which takes the cells as fast as it can.
 """
 
 import json
@@ -14,16 +14,16 @@ from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.run_copy import copy_runs
 from kvbus.memory.segment import SharedSegment
 from kvbus.planning import Runs
-from kvbus.protocol import WORDS_BYTES, Ticket, Word
+from kvbus.protocol import CELLS_BYTES, CommitCell, Ticket
 
 SIZE_BYTES = 8192
 
-words = SegmentMapping(int(sys.argv[1]), size_bytes=WORDS_BYTES)
+cells = SegmentMapping(int(sys.argv[1]), size_bytes=CELLS_BYTES)
 ticket = Ticket.from_json(json.loads(sys.argv[3]))
 
 
-def word(name: str) -> Word:
-    return Word(words.swap, replace(ticket, word=int(name)))
+def cell(name: str) -> CommitCell:
+    return CommitCell(cells.swap, replace(ticket, cell=int(name)))
 
 
 source = map_shared(int(sys.argv[2]), SIZE_BYTES, writable=False)
@@ -36,10 +36,10 @@ with SharedSegment(SIZE_BYTES) as target:
                 copy_runs(Runs(((target.address + at, source + at, int(size)),)))
                 print("done", flush=True)
             case ["take", name]:
-                is_taken = word(name).take("token")
-                print(is_taken, target.view().tobytes().hex(), flush=True)
+                is_committed = cell(name).commit("token")
+                print(is_committed, target.view().tobytes().hex(), flush=True)
             case ["race", *names]:
-                ready = [word(name) for name in names]
+                ready = [cell(name) for name in names]
                 print("ready", flush=True)
-                print(*(int(one.take("token")) for one in ready), flush=True)
-words.close()
+                print(*(int(one.commit("token")) for one in ready), flush=True)
+cells.close()

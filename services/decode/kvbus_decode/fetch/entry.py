@@ -10,7 +10,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.message import Request
-from kvbus.protocol.peer import Acquire, CommitAnswer, Granted, Take
+from kvbus.protocol.peer import Acquire, Commit, CommitAnswer, Granted
 from kvbus.table import Context as AnyContext
 from kvbus.table import History, Key
 from kvbus_decode.fetch import events as ev
@@ -19,8 +19,8 @@ from kvbus_decode.fetch import events as ev
 class FetchState(StrEnum):
     """State of a fetch; the end is reported before ``draining``."""
 
-    MEETING = "meeting"
-    """No ticket yet: the agent has sent `Meet` and waits for the ticket."""
+    AWAITING = "awaiting"
+    """No ticket yet: the agent has sent `AwaitOffer` and waits for the ticket."""
 
     RESOLVING = "resolving"
     """The agent connects to the prefill agent, and a handshake checks that the engines fit."""
@@ -37,7 +37,7 @@ class FetchState(StrEnum):
     READING = "reading"
     """A chunk is in flight into the blocks."""
 
-    TAKING = "taking"
+    COMMITTING = "committing"
     """All bytes have landed. The prefill agent must confirm that they are valid."""
 
     RETRYING = "retrying"
@@ -58,7 +58,7 @@ class FetchState(StrEnum):
 
 STAGES = tuple(FetchState)[: list(FetchState).index(FetchState.DRAINING)]
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
-UNDER_WAY = (FetchState.ACQUIRING, FetchState.READING, FetchState.TAKING)
+UNDER_WAY = (FetchState.ACQUIRING, FetchState.READING, FetchState.COMMITTING)
 LEASED = (FetchState.ACQUIRING, FetchState.WAITING, FetchState.READING)
 """States in which the lease must be live."""
 
@@ -68,8 +68,8 @@ class FetchLimits:
     """Limits of the table; durations in seconds.
 
     ``max_fetches`` includes draining ones. A place is released after ``patience_s``. A read without
-    a lease sends `Acquire` after ``acquire_after_s``. ``take_grace_s`` extends the deadline of a
-    `Take`.
+    a lease sends `Acquire` after ``acquire_after_s``. ``commit_grace_s`` extends the deadline of a
+    `Commit`.
     """
 
     max_fetches: int = 4096
@@ -80,7 +80,7 @@ class FetchLimits:
     request_timeout_s: float = 5.0
     busy_retry_s: float = 0.05
     acquire_after_s: float = 0.05
-    take_grace_s: float = 1.0
+    commit_grace_s: float = 1.0
     reader_agent: str = ""
     reader_boot: str = ""
 
@@ -95,7 +95,7 @@ class FetchEntry:
     ``deadline`` and ``answer_until`` (with the grace) are absolute times. ``question`` is the
     request in flight, ``refresh_needed`` whether the offer has changed since. ``repeated`` marks a
     fetch of an earlier process of this agent, which may have completed it. ``unconfirmed`` follows
-    a `Take` without a reply, which the next attempt repeats.
+    a `Commit` without a reply, which the next attempt repeats.
 
     The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``:
     memory and data processes at other agents. The tokens that count came from ``nixl_agent``, empty
@@ -168,22 +168,23 @@ class FetchEntry:
         """Whether its tokens came from a replaced data process."""
         return self.nixl_agent not in ("", self.home_nixl)
 
-    # A granted `Take` ends the offer, and its reply needs time. If the fetch failed at the deadline
-    # while the reply is in flight, all its bytes would be lost: the offer cannot be read again.
+    # A granted `Commit` ends the offer, and its reply needs time. If the fetch failed at the
+    # deadline while the reply is in flight, all its bytes would be lost: the offer cannot be read
+    # again.
     #
-    #     reader   last byte ─▶ Take ──────┐        deadline      ┌─▶ completed, a little late
+    #     reader   last byte ─▶ Commit ────┐        deadline      ┌─▶ completed, a little late
     #     offer                            └▶ ok: released ───────┘
     #     time     ─────────────────────────────────────┼──────────────────┤ answer_until
     #
-    # So the reply to a `Take` that was sent by the deadline counts for a grace after it. The agent
-    # sends no new request in the grace.
+    # So the reply to a `Commit` that was sent by the deadline counts for a grace after it. The
+    # agent sends no new request in the grace.
     @property
     def is_undecided(self) -> bool:
-        return self.unconfirmed or isinstance(self.question, Take)
+        return self.unconfirmed or isinstance(self.question, Commit)
 
     @property
     def ends_at(self) -> float:
-        return self.answer_until if isinstance(self.question, Take) else self.deadline
+        return self.answer_until if isinstance(self.question, Commit) else self.deadline
 
     @property
     def due_at(self) -> float | None:

@@ -31,11 +31,11 @@ from kvbus.table.events import (
 #     ticket      └ names them ──▶
 #     offer           sealed
 #     fetch                        READ ──────────┤ last byte
-#                                    Acquire ─▶ lease    Take ─▶ ok
+#                                    Acquire ─▶ lease    Commit ─▶ ok
 #
 # The prefill engine writes to the blocks of an offer until the ticket names them, and again after
-# the release. The `Take` is sent after the last byte. Its grant confirms that the offer was sealed
-# and live at that time, with these blocks. So the READ lies between the two writes.
+# the release. The `Commit` is sent after the last byte. Its grant confirms that the offer was
+# sealed and live at that time, with these blocks. So the READ lies between the two writes.
 #
 # A lease adds nothing to the validity of the bytes. It prevents the offer from expiring under a
 # long read, keeps other readers away, and makes the prefill agent drive progress. The grant ends
@@ -44,8 +44,8 @@ from kvbus.table.events import (
 #
 # An engine that names the blocks itself seals at the same moment, and the ticket may arrive before
 # the seal. A grant on an open offer confirms nothing, so the fetch only keeps the lease. The tables
-# are compared with those of the first grant after the seal, or by the `Take`. A `Take` before the
-# seal is refused, and sent again.
+# are compared with those of the first grant after the seal, or by the `Commit`. A `Commit` before
+# the seal is refused, and sent again.
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Block tables of an offer, from its ticket, for a read without a lease.
@@ -63,8 +63,8 @@ class Requested(Value, frozen=True):
     Until the rendezvous ``meets`` has a ticket, ``ticket`` has only its fields. ``has_state`` for
     state of the last token, which is read after the seal. The table only passes on ``resources``.
     With ``has_route`` no handshake is needed: ``boot``, ``elsewhere`` and ``nixl_agent`` are as in
-    `PeerReady`. Only this fetch can repeat a granted `Take` with ``take_token``. ``others`` have
-    other ranks of the engine. ``access`` is the credential of a part.
+    `PeerReady`. Only this fetch can repeat a granted `Commit` with ``commit_token``. ``others``
+    have other ranks of the engine. ``access`` is the credential of a part.
     """
 
     fetch_id: str
@@ -74,7 +74,7 @@ class Requested(Value, frozen=True):
     timeout_s: float
     reply_to: Any
     has_state: bool = False
-    take_token: str = ""
+    commit_token: str = ""
     meets: Rendezvous | None = None
     others: tuple[AgentRanks, ...] = ()
     access: str = ""
@@ -86,7 +86,7 @@ class Requested(Value, frozen=True):
     ahead: Ahead | None = None
 
     @property
-    def has_met(self) -> bool:
+    def has_ticket(self) -> bool:
         return self.ticket.offer_id != UNKNOWN
 
 
@@ -110,7 +110,7 @@ class TurnCame(Value, frozen=True):
 
 
 class Answered(Value, frozen=True):
-    """The result of an `Ask`: the reply (to `Meet`: the ticket), or an error.
+    """The result of an `Ask`: the reply (to `AwaitOffer`: the ticket), or an error.
 
     A lease counts from ``sent_at``. A lease of a forgotten fetch is released by ``ticket``.
     ``jitter``, 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in step.
@@ -263,7 +263,7 @@ class NotifyEngine(Value, frozen=True):
 class ReportFetched(Value, frozen=True):
     """The report of a fetch that has ended.
 
-    ``undecided`` if a `Take` got no reply: the offer may be completed.
+    ``undecided`` if a `Commit` got no reply: the offer may be completed.
     """
 
     requested: Requested

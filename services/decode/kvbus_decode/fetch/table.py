@@ -25,8 +25,8 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     # Depth first: the first of many fetches end early, and no lease waits for its read.
     #
-    #   requested ─▶ resolving ─▶ queued ─ place ─▶ acquiring ─▶ reading ─▶ taking ─▶ end
-    #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
+    #   requested ─▶ resolving ─▶ queued ─ place ─▶ acquiring ─▶ reading ─▶ committing ─▶ end
+    #   └▶ awaiting ─▶┘           agent by agent         └─▶ waiting ─▶ ┘  (no place from here on)
     #
     # A failed attempt returns to resolving through retrying; see `retry_or_fail`.
     #
@@ -91,7 +91,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         fetch = FetchEntry(
             requested=event,
             deadline=deadline,
-            answer_until=deadline + self.limits.take_grace_s,
+            answer_until=deadline + self.limits.commit_grace_s,
             boot=event.boot or event.ticket.agent_boot,
             elsewhere=event.elsewhere,
             home_nixl=event.nixl_agent,
@@ -100,14 +100,14 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         )
         commands: Commands = [ev.AcquirePeer(event, fetch.attempts, deadline)]
         if event.asked.repeated:
-            fetch.state, fetch.repeated = FetchState.TAKING, True
+            fetch.state, fetch.repeated = FetchState.COMMITTING, True
             if event.others:
                 fetch.others_read = True
                 commands.append(ev.EndEarlierParts(fetch.requested))
             else:
                 commands.append(ask(fetch, at))
-        elif not event.has_met:
-            fetch.state = FetchState.MEETING
+        elif not event.has_ticket:
+            fetch.state = FetchState.AWAITING
             commands.append(ask(fetch, at))
         elif not event.has_route:
             fetch.state, commands = FetchState.RESOLVING, [resolve(fetch, at)]

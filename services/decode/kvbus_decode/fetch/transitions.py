@@ -5,7 +5,7 @@ commands in order.
 
 Blocks are never freed under a read. The end of a fetch with a chunk in flight is reported
 immediately; its blocks are freed after the read (draining). A chunk covers only tokens that a grant
-or the ticket (`Ahead`) reported as ready. Only a sealed offer is taken.
+or the ticket (`Ahead`) reported as ready. Only a sealed offer is committed.
 
 A fetch has one request in flight (`ask`). It sends the request again after a change of the offer,
 or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Acquire`
@@ -23,15 +23,15 @@ from kvbus.protocol.engine import BlocksFreed, Landed
 from kvbus.protocol.message import Empty, Request
 from kvbus.protocol.peer import (
     Acquire,
+    AwaitOffer,
+    Commit,
     CommitAnswer,
     CommitQuery,
     Decline,
     Granted,
-    Meet,
     PeerWithdraw,
     Release,
     Renew,
-    Take,
 )
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import transitions
@@ -39,9 +39,9 @@ from kvbus.table.events import DeadlinePassed, EngineLost, SendReply, Stopped
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, LEASED, STAGES, Context, FetchEntry, FetchState
 
-MEETING, RESOLVING, QUEUED = FetchState.MEETING, FetchState.RESOLVING, FetchState.QUEUED
+AWAITING, RESOLVING, QUEUED = FetchState.AWAITING, FetchState.RESOLVING, FetchState.QUEUED
 ACQUIRING, WAITING = FetchState.ACQUIRING, FetchState.WAITING
-READING, TAKING = FetchState.READING, FetchState.TAKING
+READING, COMMITTING = FetchState.READING, FetchState.COMMITTING
 RETRYING, DRAINING = FetchState.RETRYING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
 
@@ -81,13 +81,15 @@ READ_HINT = (
 
 def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     """Return the request of the state; its reply covers all hints so far."""
-    if fetch.state is MEETING:
+    if fetch.state is AWAITING:
         name = fetch.requested.ticket.secret  # all that the rendezvous names of the ticket
-        message: Request[Any] = Meet(transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now))
+        message: Request[Any] = AwaitOffer(
+            transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now)
+        )
     elif fetch.repeated:
         message = _commit_query(fetch, at)
-    elif fetch.state is TAKING or fetch.held is None:
-        message = _acquire_or_take(fetch, at)
+    elif fetch.state is COMMITTING or fetch.held is None:
+        message = _acquire_or_commit(fetch, at)
     else:
         tables, ticket = {} if fetch.in_doubt else fetch.tables, fetch.requested.ticket
         message = Renew(
@@ -115,14 +117,14 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
     }
     return CommitQuery(
         secret=ticket.secret,
-        token=requested.take_token,
+        token=requested.commit_token,
         reader_boot=at.limits.reader_boot,
-        **(named if requested.has_met else {}),
+        **(named if requested.has_ticket else {}),
     )
 
 
-def _acquire_or_take(fetch: FetchEntry, at: Context) -> Acquire | Take:
-    """`Take` shows the blocks if no lease of this process named them, or if it is repeated."""
+def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
+    """`Commit` shows the blocks if no lease of this process named them, or if it is repeated."""
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
         "agent_boot": fetch.boot,
@@ -133,12 +135,12 @@ def _acquire_or_take(fetch: FetchEntry, at: Context) -> Acquire | Take:
         "reader_boot": limits.reader_boot,
         "part": bool(requested.access),
     }
-    if fetch.state is not TAKING:
+    if fetch.state is not COMMITTING:
         return Acquire(lease_s=limits.lease_s, **shown)
     if fetch.held is None or fetch.in_doubt:
         shown["tables"] = dict(fetch.tables)
         shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
-    return Take(token=requested.take_token, nixl_agent=fetch.nixl_agent, **shown)
+    return Commit(token=requested.commit_token, nixl_agent=fetch.nixl_agent, **shown)
 
 
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
@@ -198,7 +200,7 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
     return RemoteError(message, code=code)
 
 
-def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+def apply_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(event.outcome, Ticket):
         return ask_later_or_fail(fetch, event, at)
     fetch.question, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
@@ -216,8 +218,8 @@ def resolve(fetch: FetchEntry, at: Context) -> ev.FindRoute:
 def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
     """Queue the fetch for a place.
 
-    Read all tokens again if other agents have other memory now: a `Take` does not cover that. The
-    same holds for tokens of an earlier data process, unless a `Take` for them got no reply.
+    Read all tokens again if other agents have other memory now: a `Commit` does not cover that. The
+    same holds for tokens of an earlier data process, unless a `Commit` for them got no reply.
     """
     is_other = event.elsewhere != fetch.elsewhere
     fetch.boot, fetch.elsewhere, fetch.home_nixl = event.boot, event.elsewhere, event.nixl_agent
@@ -231,10 +233,10 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     """Send `Acquire`, or read the blocks that the ticket names.
 
     Without ``acquires`` the `Acquire` follows after ``acquire_after_s``, when most reads have
-    ended. A fetch that needs no tokens only sends `Take`.
+    ended. A fetch that needs no tokens only sends `Commit`.
     """
     if fetch.unconfirmed:
-        fetch.enter(TAKING, at.now)
+        fetch.enter(COMMITTING, at.now)
         return [ask(fetch, at)]
     ahead = fetch.requested.ahead
     if ahead is None:
@@ -251,9 +253,9 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
 
 
 def go_on(fetch: FetchEntry, at: Context) -> Commands:
-    """Read the next chunk, send `Take` after the last one, or wait for more tokens.
+    """Read the next chunk, send `Commit` after the last one, or wait for more tokens.
 
-    The `Take` follows the parts of other agents and the reply to an `Acquire`.
+    The `Commit` follows the parts of other agents and the reply to an `Acquire`.
     """
     fetch.chunk = fetch.next_chunk()
     if fetch.chunk is not None:
@@ -262,11 +264,11 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
     if not fetch.sealed or fetch.is_acquiring or fetch.others_read:
         fetch.enter(ACQUIRING if fetch.is_acquiring else WAITING, at.now)
         return []
-    fetch.enter(TAKING, at.now)
+    fetch.enter(COMMITTING, at.now)
     return [ask(fetch, at)]
 
 
-def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+def apply_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(event.outcome, Granted):
         return ask_later_or_fail(fetch, event, at)
     commands: Commands = []
@@ -299,7 +301,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 
 
 def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """Complete the fetch; only a granted `Take` proves the KV valid."""
+    """Complete the fetch; only a granted `Commit` proves the KV valid."""
     if event.error is not None:
         return ask_later_or_fail(fetch, event, at)
     fetch.error = None
@@ -308,16 +310,17 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 
 
 # A fetch of a lost process: the engine's link repeats it with the token of the earlier process.
-# The earlier process sent its `Take` after the last byte, so that the bytes are in the blocks. A
-# `Take` that the prefill agent has granted therefore completes the fetch:
+# The earlier process sent its `Commit` after the last byte, so that the bytes are in the blocks. A
+# `Commit` that the prefill agent has granted therefore completes the fetch:
 #
-#     process 1   READ ─▶ Take ───┬─┤ lost      committed, by reply or word ─▶ completed
+#     process 1   READ ─▶ Commit ─┬─┤ lost      committed, by reply or cell ─▶ completed
 #     process 2                   │   query ─▶ ┤
 #     prefill                     └▶ ok / no    not committed: read all again, with this token
 #
-# "Not committed" is final: the prefill agent refuses a later `Take` of process 1, which would free
-# the blocks under the second read. The second `Take`, with the same token, would then be granted.
-def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+# "Not committed" is final: the prefill agent refuses a later `Commit` of process 1, which would
+# free the blocks under the second read. The second `Commit`, with the same token, would then be
+# granted.
+def apply_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(fetch.question, CommitQuery):  # reply to a request of an earlier state
         return []
     if not isinstance(event.outcome, CommitAnswer):
@@ -327,11 +330,11 @@ def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Co
         fetch.note_committed(event.outcome)
         fetch.enter(COMPLETED, at.now)
         return [fetch.report(COMPLETED)]
-    if fetch.requested.has_met and fetch.requested.has_route:
+    if fetch.requested.has_ticket and fetch.requested.has_route:
         fetch.enter(QUEUED, at.now)
         return []
-    fetch.enter(RESOLVING if fetch.requested.has_met else MEETING, at.now)
-    return [resolve(fetch, at) if fetch.requested.has_met else ask(fetch, at)]
+    fetch.enter(RESOLVING if fetch.requested.has_ticket else AWAITING, at.now)
+    return [resolve(fetch, at) if fetch.requested.has_ticket else ask(fetch, at)]
 
 
 def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
@@ -348,24 +351,24 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 #
 # Nothing of an attempt is in flight when the next one starts, so no two attempts write to the
 # blocks. Lease, route and replies belong to one attempt: events carry its number. The tokens that
-# it has read stay. The final `Take` confirms that the offer is live with these blocks. So it was
+# it has read stay. The final `Commit` confirms that the offer is live with these blocks. So it was
 # live during all reads, under any lease.
 #
-# A `Take` without a reply may have ended the offer, and a handshake or lease would then be refused.
-# So the next attempt first repeats the `Take`, and shows the tables.
+# A `Commit` without a reply may have ended the offer, and a handshake or lease would then be
+# refused. So the next attempt first repeats the `Commit`, and shows the tables.
 #
-# A `Take` names the NIXL agent that was read from. If the prefill agent has replaced that data
-# process, the bytes may come from its successor. It then refuses a new `Take`, but grants a
+# A `Commit` names the NIXL agent that was read from. If the prefill agent has replaced that data
+# process, the bytes may come from its successor. It then refuses a new `Commit`, but grants a
 # repeated one:
 #
-#     attempt 1   READ from A ─▶ Take "A" ─▶ ok, reply lost       READ from A ─▶ Take "A"
+#     attempt 1   READ from A ─▶ Commit "A" ─▶ ok, reply lost     READ from A ─▶ Commit "A"
 #     there                        A ends, B begins               A ends, B begins  └▶ stale
-#     attempt 2                    Take "A" ─▶ ok                 READ from B ─▶ Take "B" ─▶ ok
+#     attempt 2                    Commit "A" ─▶ ok               READ from B ─▶ Commit "B" ─▶ ok
 def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
     is_final = error.code not in RETRIED or fetch.deadline <= at.now
-    if is_final or (fetch.state is MEETING and error.code is ErrorCode.ENGINE_NOT_READY):
+    if is_final or (fetch.state is AWAITING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)
-    has_asked = fetch.state is TAKING and not fetch.repeated
+    has_asked = fetch.state is COMMITTING and not fetch.repeated
     fetch.unconfirmed |= has_asked and not isinstance(error, RequestRefused)
     if has_asked and error.code is ErrorCode.STALE and fetch.is_stale:
         fetch.read_again()
@@ -396,12 +399,12 @@ def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
     fetch.ask_at = None
     commits = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
     if fetch.repeated:
-        fetch.enter(TAKING, at.now)
-    elif fetch.requested.has_met and not (commits and not fetch.elsewhere):
+        fetch.enter(COMMITTING, at.now)
+    elif fetch.requested.has_ticket and not (commits and not fetch.elsewhere):
         fetch.enter(RESOLVING, at.now)
         return [resolve(fetch, at)]
     else:
-        fetch.enter(TAKING if commits else MEETING, at.now)
+        fetch.enter(COMMITTING if commits else AWAITING, at.now)
     return [ev.AcquirePeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
 
 
@@ -427,7 +430,7 @@ def fail(
 ) -> Commands:
     """Report the end; blocks under a transfer in flight are freed later (draining)."""
     stage, in_flight, is_stopped = fetch.state, fetch.in_flight, fetch.state is RETRYING
-    is_answered = isinstance(error, RequestRefused) and stage is TAKING
+    is_answered = isinstance(error, RequestRefused) and stage is COMMITTING
     undecided = fetch.is_undecided and not is_answered
     fetch.error, fetch.ends_as = error.without_frames(), ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
@@ -450,7 +453,7 @@ def fail_for(
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
     """Reply to the engine and end the fetch.
 
-    A fetch that has ended still releases its offer, unless its `Take` has ended the offer.
+    A fetch that has ended still releases its offer, unless its `Commit` has ended the offer.
     """
     commands: Commands = [SendReply(event.reply_to, Empty())] if event.reply_to is not None else []
     if fetch.state in STAGES:
@@ -460,7 +463,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
         return commands
     ticket = fetch.requested.ticket
     message: Decline | PeerWithdraw = Decline(transfer_id=ticket.secret)
-    if fetch.requested.has_met:
+    if fetch.requested.has_ticket:
         offer = {"agent_boot": fetch.boot, "offer_id": ticket.offer_id}
         message = PeerWithdraw(**offer, secret=ticket.secret)
     return [*commands, ev.NotifyAgent(ticket, message)]
@@ -512,61 +515,61 @@ def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
 
 
 ENDED = (DRAINING, *ENDS)
-ANSWERS = (Meet, Acquire, Renew, Take, CommitQuery)
+ANSWERS = (AwaitOffer, Acquire, Renew, Commit, CommitQuery)
 """The events of `Answered`, by the class of the request."""
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
-BEFORE_READS = (MEETING, RESOLVING, QUEUED, ACQUIRING)
-AFTER_A_GRANT = (WAITING, READING, TAKING, RETRYING, DRAINING, FAILED)
+BEFORE_READS = (AWAITING, RESOLVING, QUEUED, ACQUIRING)
+AFTER_A_GRANT = (WAITING, READING, COMMITTING, RETRYING, DRAINING, FAILED)
 
 TRANSITIONS = transitions(
     (tuple(FetchState), (*ANSWERS, *HAPPENINGS, *LOSSES, DeadlinePassed), ignore, ()),
     (BEFORE_READS, LOSSES, fail_for, (FAILED,)),
     (BEFORE_READS, (ev.StepFailed,), fail_for, (RETRYING, FAILED)),
-    ((WAITING, TAKING), LOSSES, fail_for, (RETRYING, DRAINING, FAILED)),
+    ((WAITING, COMMITTING), LOSSES, fail_for, (RETRYING, DRAINING, FAILED)),
     ((READING,), LOSSES, fail_for, (RETRYING, DRAINING)),
     ((RETRYING,), (EngineLost, Stopped), fail_for, (DRAINING, FAILED)),
     ((RETRYING,), (ev.StepFailed,), fail_if_final, (RETRYING, DRAINING, FAILED)),
     (BEFORE_READS, (ev.CancelRequested,), cancel, (CANCELLED,)),
-    ((WAITING, TAKING, RETRYING), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
+    ((WAITING, COMMITTING, RETRYING), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
     ((READING,), (ev.CancelRequested,), cancel, (DRAINING,)),
     (ENDED, (ev.CancelRequested,), cancel, ()),
-    ((MEETING,), (DeadlinePassed,), check_time, (MEETING, FAILED)),
+    ((AWAITING,), (DeadlinePassed,), check_time, (AWAITING, FAILED)),
     ((RESOLVING, QUEUED), (DeadlinePassed,), check_time, (FAILED,)),
     ((ACQUIRING,), (DeadlinePassed,), check_time, (ACQUIRING, RETRYING, FAILED)),
     ((WAITING,), (DeadlinePassed,), check_time, (WAITING, RETRYING, DRAINING, FAILED)),
     ((READING,), (DeadlinePassed,), check_time, (READING, RETRYING, DRAINING)),
-    ((TAKING,), (DeadlinePassed,), check_time, (TAKING, DRAINING, FAILED)),
+    ((COMMITTING,), (DeadlinePassed,), check_time, (COMMITTING, DRAINING, FAILED)),
     (
-        (TAKING,),
+        (COMMITTING,),
         (CommitQuery,),
-        take_commit_answer,
-        (TAKING, MEETING, RESOLVING, QUEUED, RETRYING, COMPLETED, FAILED),
+        apply_commit_answer,
+        (COMMITTING, AWAITING, RESOLVING, QUEUED, RETRYING, COMPLETED, FAILED),
     ),
-    ((TAKING,), (ev.ReadEnded,), end_earlier_parts, (TAKING, FAILED)),
+    ((COMMITTING,), (ev.ReadEnded,), end_earlier_parts, (COMMITTING, FAILED)),
     (
         (RETRYING,),
         (DeadlinePassed,),
         retry,
-        (RETRYING, MEETING, RESOLVING, TAKING, DRAINING, FAILED),
+        (RETRYING, AWAITING, RESOLVING, COMMITTING, DRAINING, FAILED),
     ),
     ((RETRYING,), (ev.ReadEnded,), end_stopped_read, (RETRYING, DRAINING, FAILED)),
     ((RETRYING,), (Acquire,), keep_or_release_lease, ()),
-    ((MEETING,), (Meet,), take_ticket, (MEETING, RESOLVING, RETRYING, FAILED)),
+    ((AWAITING,), (AwaitOffer,), apply_ticket, (AWAITING, RESOLVING, RETRYING, FAILED)),
     ((RESOLVING,), (ev.PeerReady,), queue, (QUEUED,)),
-    ((QUEUED,), (ev.TurnCame,), start, (ACQUIRING, READING, TAKING)),
-    ((ACQUIRING,), (Acquire,), take_grant, (ACQUIRING, *AFTER_A_GRANT)),
-    ((WAITING,), (Renew,), take_grant, AFTER_A_GRANT),
-    ((READING,), (Acquire, Renew), take_grant, (READING, RETRYING, DRAINING)),
-    ((ACQUIRING, WAITING, READING, TAKING), (ev.OfferAdvanced,), on_offer_changed, ()),
+    ((QUEUED,), (ev.TurnCame,), start, (ACQUIRING, READING, COMMITTING)),
+    ((ACQUIRING,), (Acquire,), apply_grant, (ACQUIRING, *AFTER_A_GRANT)),
+    ((WAITING,), (Renew,), apply_grant, AFTER_A_GRANT),
+    ((READING,), (Acquire, Renew), apply_grant, (READING, RETRYING, DRAINING)),
+    ((ACQUIRING, WAITING, READING, COMMITTING), (ev.OfferAdvanced,), on_offer_changed, ()),
     (
         (READING,),
         (ev.ReadEnded,),
         end_read,
-        (READING, ACQUIRING, WAITING, TAKING, RETRYING, DRAINING, FAILED),
+        (READING, ACQUIRING, WAITING, COMMITTING, RETRYING, DRAINING, FAILED),
     ),
-    ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, TAKING, RETRYING, FAILED)),
-    ((TAKING,), (Take,), complete, (TAKING, RETRYING, COMPLETED, FAILED)),
+    ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, COMMITTING, RETRYING, FAILED)),
+    ((COMMITTING,), (Commit,), complete, (COMMITTING, RETRYING, COMPLETED, FAILED)),
     ((DRAINING,), (ev.ReadEnded,), free, (DRAINING, FAILED, CANCELLED)),
     ((DRAINING,), (Acquire,), keep_late_lease, ()),
     (ENDS, (Acquire,), release_late_lease, ()),

@@ -7,10 +7,12 @@ from typing import Any
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
+from kvbus.protocol.commit_cell import CommitCell, commit_mark
 from kvbus.protocol.engine import Outcome, Released
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
     Acquire,
+    Commit,
     CommitQuery,
     Digest,
     Granted,
@@ -18,11 +20,9 @@ from kvbus.protocol.peer import (
     PeerWithdraw,
     Release,
     Renew,
-    Take,
 )
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
-from kvbus.protocol.word import Word, commit_mark
 from kvbus.table import Context as AnyContext
 from kvbus.table import History
 from kvbus_prefill.offer import events as ev
@@ -40,7 +40,7 @@ class OfferState(StrEnum):
     """The engine adds blocks and tokens."""
 
     SEALED = "sealed"
-    """All tokens are there; only now can a reader take it."""
+    """All tokens are there; only now can a reader commit it."""
 
     RELEASED = "released"
     """No lease is live, and the blocks belong to the engine."""
@@ -84,7 +84,7 @@ class Lease:
     """Right of a reader to read; no renewal moves ``held_until``.
 
     ``holder`` is the CURVE key of its reader. ``reader_agent`` and ``reader_boot`` may be empty.
-    ``end`` is the code that a late reader gets. ``is_done`` is true after the take, which may be
+    ``end`` is the code that a late reader gets. ``is_done`` is true after the commit, which may be
     repeated. A lease that ``is_part`` is for another agent of the reader's engine.
     """
 
@@ -100,7 +100,7 @@ class Lease:
     end: ErrorCode | None = None
     is_done: bool = False
 
-    def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Take]) -> bool:
+    def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Commit]) -> bool:
         """Return whether it belongs to an earlier process of the requesting agent.
 
         Agent names are not authenticated. A false name ends one lease of the offer, while the
@@ -119,9 +119,9 @@ class OfferEntry:
 
     An awaited offer has only ``transfer_id`` and ``waiting``: the end of the wait of each call.
     Readers that request the seal extend ``expires_at``, up to ``hold_ends_at``. ``leases`` are by
-    epoch: live and done ones, and the last ``readers`` others. A reader may have taken the offer
-    until its ``word`` is closed. ``taken`` are marks of commits without a lease. ``denied`` maps
-    tokens to the only boot id that may commit with them.
+    epoch: live and done ones, and the last ``readers`` others. A reader may have committed the
+    offer until its ``cell`` is closed. ``commits`` are marks of commits without a lease. ``denied``
+    maps tokens to the only boot id that may commit with them.
     """
 
     offer_id: str
@@ -145,8 +145,8 @@ class OfferEntry:
     leases: dict[int, Lease] = field(default_factory=dict)
     outcome: Outcome | None = None
     ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
-    word: Word | None = None
-    taken: tuple[int, ...] = ()
+    cell: CommitCell | None = None
+    committed: tuple[int, ...] = ()
     denied: dict[str, str] = field(default_factory=dict, repr=False)
     history: History = field(default_factory=History, compare=False)
 
@@ -175,15 +175,15 @@ class OfferEntry:
     @property
     def commits(self) -> tuple[int, ...]:
         tokens = (lease.token for lease in self.leases.values() if lease.is_done)
-        return (*self.taken, *(commit_mark(self.secret, token) for token in tokens))
+        return (*self.committed, *(commit_mark(self.secret, token) for token in tokens))
 
     def has_committed(self, token: str, holder: str) -> bool:
         right = token, holder
         if any(one.is_done and (one.token, one.holder) == right for one in self.leases.values()):
             return True
-        if self.word is not None and not self.word.is_closed:
-            return self.word.is_taken_by(token)
-        return bool(self.taken) and commit_mark(self.secret, token) in self.taken
+        if self.cell is not None and not self.cell.is_closed:
+            return self.cell.is_committed_by(token)
+        return bool(self.committed) and commit_mark(self.secret, token) in self.committed
 
     def deny(self, asked: CommitQuery, max_denied: int) -> None:
         """Deny commits with this token, except from the requesting process.
@@ -216,7 +216,7 @@ class OfferEntry:
         Another engine's offer is ``offer_unknown``.
         """
         match event.message:
-            case Acquire(secret=secret) | Take(secret=secret) | PeerWithdraw(secret=secret):
+            case Acquire(secret=secret) | Commit(secret=secret) | PeerWithdraw(secret=secret):
                 check_right(secret, self.secret)
             case Renew(epoch=epoch, token=token) | Release(epoch=epoch, token=token):
                 self.check_token(epoch, token)
@@ -275,7 +275,7 @@ class OfferEntry:
         return lease
 
     def add_lease(
-        self, event: ev.Asked[Acquire] | ev.Asked[Take], token: str, now: float, held_until: float
+        self, event: ev.Asked[Acquire] | ev.Asked[Commit], token: str, now: float, held_until: float
     ) -> Lease:
         """Add a lease without time, and remove old ones that have ended."""
         message = event.message
@@ -319,7 +319,7 @@ class OfferEntry:
     def end_lease(
         self, lease: Lease, reason: str, code: ErrorCode = ErrorCode.STALE
     ) -> ev.EndLease:
-        """End a live lease: ``reason`` is ended (released or taken), expired or revoked."""
+        """End a live lease: ``reason`` is ended (released or committed), expired or revoked."""
         lease.end = code
         return ev.EndLease(self.offer_id, lease.epoch, reason, code)
 

@@ -3,11 +3,11 @@
 from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
+from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import EndedOffer, MakeOffer, Released
 from kvbus.protocol.message import Message
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
-from kvbus.protocol.word import Word
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -47,7 +47,7 @@ class Opened(Value, frozen=True):
     ticket: Ticket
     ttl_s: float
     ticket_blocks: int = 0
-    word: Word | None = None
+    cell: CommitCell | None = None
 
 
 class Restored(Value, frozen=True):
@@ -57,19 +57,19 @@ class Restored(Value, frozen=True):
     ended: EndedOffer
 
 
-class WordTaken(Value, frozen=True):
-    """Take by the word, as its reader reports or the table finds."""
+class CellCommitted(Value, frozen=True):
+    """Commit by the cell, as its reader reports or the table finds."""
 
     offer_id: str
     token: str = ""
 
 
-class WordsChecked(Value, frozen=True):
-    """Check of all words, for takes whose reports were lost."""
+class CellsChecked(Value, frozen=True):
+    """Check of all cells, for commits whose reports were lost."""
 
 
-class WordsRevoked(Value, frozen=True):
-    """Revocation of a reader that can write to the engine's words."""
+class CellsRevoked(Value, frozen=True):
+    """Revocation of a reader that can write to the engine's cells."""
 
     engine_id: str
 
@@ -93,9 +93,9 @@ Event = (
     Asked[Any]
     | Opened
     | Restored
-    | WordTaken
-    | WordsChecked
-    | WordsRevoked
+    | CellCommitted
+    | CellsChecked
+    | CellsRevoked
     | Abandoned
     | EngineReady
     | EnginesGone

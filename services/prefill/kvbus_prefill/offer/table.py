@@ -9,15 +9,15 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
+    AwaitOffer,
+    Commit,
     CommitAnswer,
     CommitQuery,
     Decline,
     Digest,
-    Meet,
     Pack,
     Release,
     Renew,
-    Take,
 )
 from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
@@ -30,7 +30,7 @@ NAMES_KEPT_S = 600.0
 """Time for which a used name is kept, as an engine may use it late."""
 
 
-KEEPING = (MakeOffer, Meet, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
+KEEPING = (MakeOffer, AwaitOffer, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
 """Events that neither end an offer nor give it to a reader."""
 OUTLIVED = (ErrorCode.ENGINE_LOST, ErrorCode.DRAINING)
 """Codes of offers that live on in their engine after they ended here."""
@@ -97,9 +97,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise ended(offer)
         return offer
 
-    def is_committed(self, take: Take, holder: str) -> bool:
-        offer = self.find(take.offer_id)
-        return offer is not None and offer.has_committed(take.token, holder)
+    def is_committed(self, commit: Commit, holder: str) -> bool:
+        offer = self.find(commit.offer_id)
+        return offer is not None and offer.has_committed(commit.token, holder)
 
     def may_be_published(self, asked: CommitQuery) -> bool:
         """Return whether the offer is unknown, so that its engine may still republish it."""
@@ -133,10 +133,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 offer.deny(asked, self.limits.max_denied)
             return [SendReply(event.reply_to, CommitAnswer(committed=False))]
         commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
-        if offer.word is None or offer.is_over:
+        if offer.cell is None or offer.is_over:
             return commands
-        taken = ev.WordTaken(offer.offer_id, asked.token)  # its reader crashed before its report
-        return commands + self._apply(offer, taken, now)
+        committed = ev.CellCommitted(
+            offer.offer_id, asked.token
+        )  # its reader crashed before its report
+        return commands + self._apply(offer, committed, now)
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
@@ -155,7 +157,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return [Refuse(event.reply_to, error)]
 
     def _answer(self, event: ev.Asked[Any], now: float) -> Commands:
-        if isinstance(event.message, Meet | Decline):
+        if isinstance(event.message, AwaitOffer | Decline):
             return self._answer_by_name(event, event.message, now)
         if isinstance(event.message, CommitQuery):
             return self._answer_committed(event, now)
@@ -163,17 +165,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_right(event)
         return self._apply(offer, event, now)
 
-    # An event that may end an offer, or give it to a reader, first closes its word
-    # (`kvbus.protocol.word`). If the reader or the engine was faster, the event finds a released
-    # offer.
+    # An event that may end an offer, or give it to a reader, first closes its cell
+    # (`kvbus.protocol.commit_cell`). If the reader or the engine was faster, the event finds a
+    # released offer.
     def _apply(self, entry: OfferEntry, event: Any, now: float) -> Commands:
-        word, kind = entry.word, type(getattr(event, "message", event))
-        if word is None or word.is_closed or kind in KEEPING:
+        cell, kind = entry.cell, type(getattr(event, "message", event))
+        if cell is None or cell.is_closed or kind in KEEPING:
             return super()._apply(entry, event, now)
-        if (code := word.close()) is None:
+        if (code := cell.close()) is None:
             return super()._apply(entry, event, now)
-        is_taken = code is ErrorCode.OFFER_COMPLETED
-        ended = ev.WordTaken(entry.offer_id) if is_taken else EngineLost(entry.engine_id)
+        is_committed = code is ErrorCode.OFFER_COMPLETED
+        ended = ev.CellCommitted(entry.offer_id) if is_committed else EngineLost(entry.engine_id)
         commands = super()._apply(entry, ended, now)
         if not isinstance(event, ev.Asked):
             return commands
@@ -187,12 +189,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         match event:
             case ev.Abandoned(transfer_id) if transfer_id in self._named:
                 hit = [self._named[transfer_id]]
-            case ev.WordTaken(offer_id, token) if offer_id in self.live:
-                word = self.live[offer_id].word
-                hit = [self.live[offer_id]] if word and word.is_taken_by(token) else []
-            case ev.WordsChecked():
-                hit = [one for one in live if one.word and one.word.is_taken]
-            case EngineLost(engine_id) | ev.WordsRevoked(engine_id):
+            case ev.CellCommitted(offer_id, token) if offer_id in self.live:
+                cell = self.live[offer_id].cell
+                hit = [self.live[offer_id]] if cell and cell.is_committed_by(token) else []
+            case ev.CellsChecked():
+                hit = [one for one in live if one.cell and one.cell.is_committed]
+            case EngineLost(engine_id) | ev.CellsRevoked(engine_id):
                 hit = [one for one in live if one.engine_id == engine_id]
             case ev.EngineReady():
                 self._engines_awaited_until = None
@@ -248,7 +250,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return self._apply(self._enter_as(offer_id, name), event, now)
 
     def _answer_by_name(
-        self, event: ev.Asked[Any], message: Meet | Decline, now: float
+        self, event: ev.Asked[Any], message: AwaitOffer | Decline, now: float
     ) -> Commands:
         name = message.transfer_id
         offer, used = self._named.get(name), self._used_names.get(name)
@@ -271,7 +273,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     asked     └─────┴▶ engine_lost              │
     #     asked               └───────────────────────┴▶ busy: the reader retries
     #     asked                                            └▶ engine_not_ready, if none is ready
-    def _within_grace(self, event: ev.Asked[Any], message: Meet, now: float) -> ev.Asked[Any]:
+    def _within_grace(self, event: ev.Asked[Any], message: AwaitOffer, now: float) -> ev.Asked[Any]:
         """Bound the wait while no engine is ready. Raises `LocalError` after the grace."""
         until = self._engines_awaited_until
         if until is None:

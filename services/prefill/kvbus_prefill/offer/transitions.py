@@ -16,7 +16,16 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Acquire, Decline, Meet, Met, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import (
+    Acquire,
+    AwaitedOffer,
+    AwaitOffer,
+    Commit,
+    Decline,
+    PeerWithdraw,
+    Release,
+    Renew,
+)
 from kvbus.table import transitions
 from kvbus.table.events import (
     DeadlinePassed,
@@ -55,7 +64,7 @@ def ended(offer: OfferEntry) -> LocalError:
 # Before the offer is made: readers wait for it by name. Without readers, the entry is removed.
 
 
-def wait(offer: OfferEntry, event: ev.Asked[Meet], at: Context) -> Commands:
+def wait(offer: OfferEntry, event: ev.Asked[AwaitOffer], at: Context) -> Commands:
     offer.waiting[event.reply_to] = at.now + min(event.message.wait_s, at.limits.max_wait_s)
     return []
 
@@ -93,9 +102,9 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
     offer.secret, offer.ticket, offer.ttl_s = ticket.secret, ticket, event.ttl_s
     offer.readers, offer.asked_s = message.readers, message.asked_s
-    offer.traceparent, offer.word = ticket.traceparent, event.word
-    if offer.word is not None:
-        offer.word.open(message.word)
+    offer.traceparent, offer.cell = ticket.traceparent, event.cell
+    if offer.cell is not None:
+        offer.cell.open(message.cell)
     offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
     left_s = event.ttl_s
     if message.left_s is not None:
@@ -105,7 +114,7 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     fields = ticket.to_json()
     return [
         made(event),
-        *(SendReply(reply_to, Met(fields)) for reply_to in waiting),
+        *(SendReply(reply_to, AwaitedOffer(fields)) for reply_to in waiting),
         offer.published("offer.opened"),
     ]
 
@@ -130,18 +139,22 @@ def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
     """Restore an offer that an earlier agent process has completed, to answer repeated requests."""
     known = event.ended
     offer.state, offer.engine_id, offer.request_id = RELEASED, event.engine_id, known.request_id
-    offer.secret, offer.taken = known.secret, known.commits
+    offer.secret, offer.committed = known.secret, known.commits
     offer.num_tokens = known.num_tokens
     offer.outcome, offer.ended_by = Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED
     return [Refuse(reply_to, ended(offer)) for reply_to in offer.waiting]
 
 
 def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    return [] if offer.ticket is None else [SendReply(event.reply_to, Met(offer.ticket.to_json()))]
+    return (
+        []
+        if offer.ticket is None
+        else [SendReply(event.reply_to, AwaitedOffer(offer.ticket.to_json()))]
+    )
 
 
 def ignore(_offer: OfferEntry, _event: ev.Event, _: Context) -> Commands:
-    """Readers have their tickets, or use requests after their word is closed."""
+    """Readers have their tickets, or use requests after their cell is closed."""
     return []
 
 
@@ -190,7 +203,7 @@ def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Comm
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
     """End leases that were not renewed, then an offer that was not read in time.
 
-    An offer with at least one take is completed: its other readers never came.
+    An offer with at least one commit is completed: its other readers never came.
     """
     commands: Commands = []
     for lease in offer.live_leases:
@@ -232,7 +245,7 @@ def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Comman
 
 
 def _leases_of(
-    offer: OfferEntry, event: ev.Asked[Acquire] | ev.Asked[Take]
+    offer: OfferEntry, event: ev.Asked[Acquire] | ev.Asked[Commit]
 ) -> tuple[list[Lease], list[Lease]]:
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
@@ -248,13 +261,13 @@ def _leases_of(
 
 # An engine at several agents is one reader of an offer, with a lease for each agent:
 #
-#     home    acquire ─▶ lease ──────── reads ─────────────── all parts have ended ─▶ take: ends it
-#     part              └▶ acquire ─▶ lease ── reads ─ take ─▶┘
+#     home    acquire ─▶ lease ──────── reads ────────────── all parts have ended ─▶ commit: ends it
+#     part              └▶ acquire ─▶ lease ─ reads ─ commit ▶┘
 #
 # Only the home's lease counts as a reader. The others keep the offer alive, as any lease does, and
-# their takes confirm their reads. The home takes last, so it never cuts a part short.
+# their commits confirm their reads. The home commits last, so it never cuts a part short.
 def _check_room(
-    offer: OfferEntry, message: Acquire | Take, ending: list[Lease], at: Context
+    offer: OfferEntry, message: Acquire | Commit, ending: list[Lease], at: Context
 ) -> None:
     """Raise `LocalError` (``busy``) if the offer has all its readers without ``ending``."""
     if not offer.leases:
@@ -275,23 +288,23 @@ def _check_room(
     )
 
 
-# A take asks whether the bytes that were read are valid. Proof that a successful take is right:
+# A commit asks whether the bytes that were read are valid. Proof that a successful commit is right:
 #
 #     engine  last write                                      ▶ released, blocks written again
 #     offer       │      sealed ────────────────────────────────▶┘
-#                 └ ticket    READ of its tables   take: yes ──▶┘
+#                 └ ticket    READ of its tables  commit: yes ─▶┘
 #     reader          └────────▶├──────────────┤──▶┘
 #
 # A ticket or a grant names a block only after its last write. The seal confirms that all blocks are
 # written. The order of the two does not matter. The engine writes to the blocks again only after
-# the release. A take comes after the last byte, and succeeds only if the offer is sealed and live.
-# So all bytes were read in between. A lease only delays expiry and keeps other readers away; it
-# adds nothing to validity.
+# the release. A commit comes after the last byte, and succeeds only if the offer is sealed and
+# live. So all bytes were read in between. A lease only delays expiry and keeps other readers away;
+# it adds nothing to validity.
 #
 # The table compares tables from a ticket: bytes from an altered ticket are not KV of this offer.
-# Tables from a grant are the offer's own, so the take omits them.
-def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
-    """Complete a read. The take of the last reader ends the offer; a part's take does not."""
+# Tables from a grant are the offer's own, so the commit omits them.
+def commit(offer: OfferEntry, event: ev.Asked[Commit], at: Context) -> Commands:
+    """Complete a read. The commit of the last reader ends the offer; a part's commit does not."""
     message, own, outlived = event.message, list[Lease](), list[Lease]()
     if offer.denied.get(message.token, message.reader_boot) != message.reader_boot:
         raise LocalError("a later process of the reader repeats the read", code=ErrorCode.STALE)
@@ -308,23 +321,23 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     commands: Commands = [done(event)]
     commands += [offer.end_lease(lease, "ended", completed) for lease in (*own, *outlived)]
     # An epoch of its own: messages about an earlier lease, maybe another reader's, are stale.
-    taken = offer.add_lease(event, message.token, at.now, at.now)
-    taken.end, taken.is_done = completed, True
+    committed = offer.add_lease(event, message.token, at.now, at.now)
+    committed.end, committed.is_done = completed, True
     if offer.num_done == offer.readers:
         commands += offer.release(Outcome.COMPLETED, completed)
     return commands
 
 
-def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
-    """End an offer that its reader took by the word."""
-    if offer.word is not None:
-        if not offer.word.is_closed:
-            offer.word.close()
-        offer.taken = offer.word.commits
+def end_committed(offer: OfferEntry, _event: ev.CellCommitted, _: Context) -> Commands:
+    """End an offer that its reader committed by the cell."""
+    if offer.cell is not None:
+        if not offer.cell.is_closed:
+            offer.cell.close()
+        offer.committed = offer.cell.commits
     return offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
 
 
-def _check_read(offer: OfferEntry, message: Take) -> None:
+def _check_read(offer: OfferEntry, message: Commit) -> None:
     """Raise `LocalError` (``geometry``) unless what a ticket named is the offer's."""
     read = {
         "block table": (message.tables, offer.tables),
@@ -340,7 +353,7 @@ def _check_read(offer: OfferEntry, message: Take) -> None:
         )
 
 
-def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
+def _without_lease(offer: OfferEntry, event: ev.Asked[Commit]) -> LocalError:
     who = event.message.reader_id, event.holder
     mine = [one.end for one in offer.leases.values() if (one.reader_id, one.holder) == who]
     return LocalError(
@@ -350,10 +363,10 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
     )
 
 
-def refuse_early_take(offer: OfferEntry, _event: ev.Asked[Take], at: Context) -> Commands:
-    """Refuse the take until the seal arrives; the reader retries.
+def refuse_early_commit(offer: OfferEntry, _event: ev.Asked[Commit], at: Context) -> Commands:
+    """Refuse the commit until the seal arrives; the reader retries.
 
-    The engine may be slow, so each take keeps the offer for `max_lease_s`, and all for
+    The engine may be slow, so each commit keeps the offer for `max_lease_s`, and all for
     `max_hold_s`.
     """
     if offer.hold_ends_at is None:
@@ -376,8 +389,8 @@ def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Command
     raise ended(offer)
 
 
-def take_again(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
-    """Repeat a lost reply, only to the reader that has taken the offer."""
+def commit_again(offer: OfferEntry, event: ev.Asked[Commit], at: Context) -> Commands:
+    """Repeat a lost reply, only to the reader that has committed the offer."""
     is_own = offer.has_committed(event.message.token, event.holder)
     return [done(event)] if is_own else refuse_ended(offer, event, at)
 
@@ -388,7 +401,7 @@ def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Comm
 
 LIVE = (OPEN, SEALED)
 TRANSITIONS = transitions(
-    ((AWAITED,), (Meet,), wait, ()),
+    ((AWAITED,), (AwaitOffer,), wait, ()),
     ((AWAITED,), (ev.Abandoned,), leave, (AWAITED, RELEASED)),
     ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
     ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
@@ -396,23 +409,23 @@ TRANSITIONS = transitions(
     ((AWAITED,), (MakeOffer,), make, LIVE),
     ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
     (LIVE, (MakeOffer,), make_again, ()),
-    (LIVE, (Meet,), tell, ()),
+    (LIVE, (AwaitOffer,), tell, ()),
     (LIVE, (ev.Abandoned,), ignore, ()),
     ((OPEN,), (ExtendOffer,), extend, ()),
     ((OPEN,), (SealOffer,), seal, (SEALED,)),
     ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Decline), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
-    (LIVE, (ev.WordsRevoked, ev.WordsChecked), ignore, ()),
+    (LIVE, (ev.CellsRevoked, ev.CellsChecked), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     (LIVE, (Acquire,), acquire, ()),
     (LIVE, (Renew,), renew, ()),
     (LIVE, (Release,), give_back, ()),
-    ((OPEN,), (Take,), refuse_early_take, ()),
-    ((SEALED,), (Take,), take, (SEALED, RELEASED)),
-    ((SEALED,), (ev.WordTaken,), end_taken, (RELEASED,)),
-    ((RELEASED,), (Take,), take_again, ()),
+    ((OPEN,), (Commit,), refuse_early_commit, ()),
+    ((SEALED,), (Commit,), commit, (SEALED, RELEASED)),
+    ((SEALED,), (ev.CellCommitted,), end_committed, (RELEASED,)),
+    ((RELEASED,), (Commit,), commit_again, ()),
     ((RELEASED,), (MakeOffer,), report_again, ()),
     ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), withdraw_again, ()),
     ((RELEASED,), (ExtendOffer, SealOffer, Acquire, Renew, Release), refuse_ended, ()),

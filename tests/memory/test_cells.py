@@ -1,4 +1,4 @@
-"""Pages of words, and what two processes make of one word."""
+"""Pages of cells, and what two processes make of one cell."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode
-from kvbus.memory.mapping import PassedFile, SegmentMapping, WordsPage
+from kvbus.memory.mapping import CellsPage, PassedFile, SegmentMapping
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import NUM_WORDS, WORDS_BYTES, Ticket, Word, WordNames
+from kvbus.protocol import CELLS_BYTES, NUM_CELLS, CellNames, CommitCell, Ticket
 
 SIZE_BYTES = 8192
 HALF = SIZE_BYTES // 2
@@ -36,37 +36,37 @@ TICKET = Ticket(
 
 
 @contextmanager
-def passed(fd: int) -> Iterator[WordsPage]:
+def passed(fd: int) -> Iterator[CellsPage]:
     """The page as an agent has it."""
-    file = PassedFile(os.dup(fd), size_bytes=WORDS_BYTES)
-    with WordsPage(file) as page:
+    file = PassedFile(os.dup(fd), size_bytes=CELLS_BYTES)
+    with CellsPage(file) as page:
         yield page
     file.close()
 
 
-def live_word(page: SharedSegment, names: WordNames) -> tuple[int, Word]:
-    """Its name, and the word as the agent has it, which has made it live."""
+def live_cell(page: SharedSegment, names: CellNames) -> tuple[int, CommitCell]:
+    """Its name, and the cell as the agent has it, which has made it live."""
     name = names.open()
-    word = Word(page.swap, replace(TICKET, word=name))
-    word.open(name)
-    return name, word
+    cell = CommitCell(page.swap, replace(TICKET, cell=name))
+    cell.open(name)
+    return name, cell
 
 
 @pytest.mark.usefixtures("nothing_leaks")
 def test_what_one_side_swaps_the_other_sees_until_either_closes_its_page() -> None:
-    with SharedSegment(WORDS_BYTES) as ours, passed(ours.fd) as theirs:
-        names = WordNames(ours.swap)
-        lent = SegmentMapping(theirs.reopen(), size_bytes=WORDS_BYTES)
+    with SharedSegment(CELLS_BYTES) as ours, passed(ours.fd) as theirs:
+        names = CellNames(ours.swap)
+        lent = SegmentMapping(theirs.reopen(), size_bytes=CELLS_BYTES)
         name = names.open()
-        agent, reader = (Word(one.swap, replace(TICKET, word=name)) for one in (theirs, lent))
+        agent, reader = (CommitCell(one.swap, replace(TICKET, cell=name)) for one in (theirs, lent))
         agent.open(name)
-        assert reader.take("token")
+        assert reader.commit("token")
         assert agent.close() is ErrorCode.OFFER_COMPLETED
 
-        name, _ = live_word(ours, names)
+        name, _ = live_cell(ours, names)
         lent.close()
-        late, agent = (Word(one.swap, replace(TICKET, word=name)) for one in (lent, theirs))
-        assert not late.take("token")
+        late, agent = (CommitCell(one.swap, replace(TICKET, cell=name)) for one in (lent, theirs))
+        assert not late.commit("token")
         assert agent.close() is None
 
 
@@ -80,9 +80,9 @@ class Reader:
         self.output: IO[str] = self._process.stdout  # type: ignore[assignment]
         assert self.output.readline() == "ready\n"
 
-    def step(self, *words: object) -> list[str]:
+    def step(self, *cells: object) -> list[str]:
         """Have it do one thing; what it said."""
-        print(*words, file=self.input, flush=True)
+        print(*cells, file=self.input, flush=True)
         return self.output.readline().split()
 
     def end(self) -> None:
@@ -93,7 +93,7 @@ class Reader:
 
 @pytest.fixture
 def page() -> Iterator[SharedSegment]:
-    with SharedSegment(WORDS_BYTES) as made:
+    with SharedSegment(CELLS_BYTES) as made:
         yield made
 
 
@@ -109,20 +109,20 @@ def reader(
 ) -> Iterator[Reader]:
     fds = page.fd, blocks.fd
     ticket = json.dumps(TICKET.to_json())
-    made = Reader(child_command("word_reader", *fds, ticket), *fds)
+    made = Reader(child_command("cell_reader", *fds, ticket), *fds)
     yield made
     made.end()
 
 
-# The engine closes the word and then writes over its blocks; the reader copies them and then takes
-# the word. Each has three steps, done in each of the 20 orders that there are.
+# The engine closes the cell and then writes over its blocks; the reader copies them and then takes
+# the cell. Each has three steps, done in each of the 20 orders that there are.
 def test_in_no_order_of_their_steps_is_an_offer_taken_with_other_bytes(
     page: SharedSegment, blocks: SharedSegment, reader: Reader
 ) -> None:
-    takes, names = [], WordNames(page.swap)
+    takes, names = [], CellNames(page.swap)
     for places in combinations(range(6), 3):
         blocks.view()[:] = GOOD
-        name, _ = live_word(page, names)
+        name, _ = live_cell(page, names)
         engine: list[Callable[[], object]] = [
             partial(names.close, name),
             lambda: blocks.view()[:HALF].fill(POISON),
@@ -140,17 +140,17 @@ def test_in_no_order_of_their_steps_is_an_offer_taken_with_other_bytes(
         takes.append(taken == "True")
         assert not takes[-1] or content == SIZE_BYTES * f"{GOOD:02x}", places
 
-    assert sum(takes) == 1, "it was done with all of its steps before the word was closed"
+    assert sum(takes) == 1, "it was done with all of its steps before the cell was closed"
 
 
-def test_of_two_processes_that_swap_one_word_one_has_it(
+def test_of_two_processes_that_swap_one_cell_one_has_it(
     page: SharedSegment, reader: Reader
 ) -> None:
-    names = WordNames(page.swap)
+    names = CellNames(page.swap)
     for _ in range(10):
-        live = [live_word(page, names) for _ in range(NUM_WORDS)]
+        live = [live_cell(page, names) for _ in range(NUM_CELLS)]
         reader.step("race", *(name for name, _ in live))
-        seen = [word.close() is ErrorCode.OFFER_COMPLETED for _, word in reversed(live)]
+        seen = [cell.close() is ErrorCode.OFFER_COMPLETED for _, cell in reversed(live)]
         taken = [one == "1" for one in reader.output.readline().split()]
 
         assert taken == seen[::-1]

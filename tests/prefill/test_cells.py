@@ -1,6 +1,6 @@
-"""Offers with a word: whoever takes one by its word is one reader, as one that asks is.
+"""Offers with a cell: whoever takes one by its cell is one reader, as one that asks is.
 
-The oracle is a table of offers without words, which is told of each take when it is made.
+The oracle is a table of offers without cells, which is told of each take when it is made.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol import NUM_WORDS, Meet, Outcome, PeerWithdraw, Ticket, Word, WordNames
+from kvbus.protocol import (
+    NUM_CELLS,
+    AwaitOffer,
+    CellNames,
+    CommitCell,
+    Outcome,
+    PeerWithdraw,
+    Ticket,
+)
 from kvbus_prefill import offer
 from tests.examples import num_examples
 from tests.prefill.test_offers import (
@@ -34,56 +42,56 @@ from tests.prefill.test_offers import (
 )
 
 TICKET = SEALED.ticket
-REVOKED = offer.events.WordsRevoked("engine")
-"""The key of a reader that may write to the words."""
+REVOKED = offer.events.CellsRevoked("engine")
+"""The key of a reader that may write to the cells."""
 
 
 @dataclass
 class Page:
-    """Words in this process, and the engine's names for them."""
+    """Cells in this process, and the engine's names for them."""
 
-    words: list[int] = field(default_factory=lambda: [0] * NUM_WORDS)
+    cells: list[int] = field(default_factory=lambda: [0] * NUM_CELLS)
 
     def __post_init__(self) -> None:
-        self.names = WordNames(self.swap)
+        self.names = CellNames(self.swap)
 
     def swap(self, number: int, expected: int, value: int) -> int:
-        found = self.words[number]
+        found = self.cells[number]
         if found == expected:
-            self.words[number] = value
+            self.cells[number] = value
         return found
 
     def named(self) -> Ticket:
-        """A ticket of an offer with a word."""
-        return replace(TICKET, word=self.names.open())
+        """A ticket of an offer with a cell."""
+        return replace(TICKET, cell=self.names.open())
 
-    def word(self, ticket: Ticket) -> Word:
+    def cell(self, ticket: Ticket) -> CommitCell:
         """As one process sees it."""
-        return Word(self.swap, ticket)
+        return CommitCell(self.swap, ticket)
 
     def live(self) -> Ticket:
-        """A ticket whose word is live."""
+        """A ticket whose cell is live."""
         ticket = self.named()
-        self.word(ticket).open(ticket.word)
+        self.cell(ticket).open(ticket.cell)
         return ticket
 
 
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_a_live_word_is_taken_once_or_closed(*, is_taken: bool) -> None:
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_live_cell_is_taken_once_or_closed(*, is_committed: bool) -> None:
     page = Page()
     ticket = page.named()
-    agent, *readers = (page.word(ticket) for _ in range(4))
-    early = readers[0].take("early")
-    agent.open(ticket.word)
-    if not is_taken:
+    agent, *readers = (page.cell(ticket) for _ in range(4))
+    early = readers[0].commit("early")
+    agent.open(ticket.cell)
+    if not is_committed:
         assert agent.close() is None
 
-    takes = [readers[0].take("early"), readers[1].take("one"), readers[2].take("one")]
+    takes = [readers[0].commit("early"), readers[1].commit("one"), readers[2].commit("one")]
 
-    assert [early, *takes] == [False, is_taken, False, False]
-    assert not is_taken or agent.close() is ErrorCode.OFFER_COMPLETED
-    assert agent.is_taken_by("early") == is_taken
-    assert not agent.is_taken_by("one")
+    assert [early, *takes] == [False, is_committed, False, False]
+    assert not is_committed or agent.close() is ErrorCode.OFFER_COMPLETED
+    assert agent.is_committed_by("early") == is_committed
+    assert not agent.is_committed_by("one")
 
 
 ANOTHER: dict[str, Any] = {
@@ -93,7 +101,7 @@ ANOTHER: dict[str, Any] = {
     "blocks": "gaRmdWxs",
     "offer_id": "o2",
     "agent_boot": "later",
-    "word": NUM_WORDS,
+    "cell": NUM_CELLS,
 }
 
 
@@ -103,8 +111,8 @@ def test_who_shows_a_ticket_that_was_altered_takes_nothing(field: str) -> None:
     ticket = page.live()
     altered = replace(ticket, **{field: ANOTHER[field]})
 
-    assert not page.word(altered).take("token")
-    assert page.word(replace(ticket, traceparent="added by a router")).take("token")
+    assert not page.cell(altered).commit("token")
+    assert page.cell(replace(ticket, traceparent="added by a router")).commit("token")
 
 
 def test_what_the_engine_has_closed_nobody_takes_or_makes_live() -> None:
@@ -112,34 +120,34 @@ def test_what_the_engine_has_closed_nobody_takes_or_makes_live() -> None:
         page = Page()
         ticket = page.named() if at == "named" else page.live()
         if at == "taken":
-            assert page.word(ticket).take("token")
-        page.names.close(ticket.word)
+            assert page.cell(ticket).commit("token")
+        page.names.close(ticket.cell)
         later = page.live()
 
-        page.word(ticket).open(ticket.word)
-        assert later.word % NUM_WORDS == ticket.word % NUM_WORDS
-        assert not page.word(ticket).take("token")
-        assert page.word(ticket).close() is ErrorCode.ENGINE_LOST
-        assert page.word(later).take("token")
+        page.cell(ticket).open(ticket.cell)
+        assert later.cell % NUM_CELLS == ticket.cell % NUM_CELLS
+        assert not page.cell(ticket).commit("token")
+        assert page.cell(ticket).close() is ErrorCode.ENGINE_LOST
+        assert page.cell(later).commit("token")
 
 
-def test_an_engine_has_so_many_offers_with_words_and_the_others_have_none() -> None:
+def test_an_engine_has_so_many_offers_with_cells_and_the_others_have_none() -> None:
     page = Page()
-    names = [page.names.open() for _ in range(NUM_WORDS + 1)]
+    names = [page.names.open() for _ in range(NUM_CELLS + 1)]
 
     assert names.pop() == 0
-    assert len({name % NUM_WORDS for name in names}) == NUM_WORDS
+    assert len({name % NUM_CELLS for name in names}) == NUM_CELLS
     for name in names:
         page.names.close(name)
-    assert set(page.words) == {0}
+    assert set(page.cells) == {0}
     assert page.names.open() not in {0, *names}
 
 
 def opened_with(page: Page) -> tuple[Any, Ticket]:
-    """The event of an offer with a word, and its ticket."""
+    """The event of an offer with a cell, and its ticket."""
     ticket = page.named()
-    message = replace(SEALED.message, word=ticket.word)
-    return replace(SEALED, message=message, ticket=ticket, word=page.word(ticket)), ticket
+    message = replace(SEALED.message, cell=ticket.cell)
+    return replace(SEALED, message=message, ticket=ticket, cell=page.cell(ticket)), ticket
 
 
 @pytest.mark.parametrize(
@@ -147,8 +155,8 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
     [
         (acquired(), [ErrorCode.OFFER_COMPLETED]),
         (taken(token="other"), [ErrorCode.OFFER_COMPLETED]),
-        (offer.events.WordTaken("o1", "own"), []),
-        (offer.events.WordsChecked(), []),
+        (offer.events.CellCommitted("o1", "own"), []),
+        (offer.events.CellsChecked(), []),
         (WITHDRAW, ["ok"]),
         (asked(PeerWithdraw(**OF, secret=SECRET)), ["ok"]),
         (REVOKED, []),
@@ -158,18 +166,18 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
     ],
     ids=lambda value: type(getattr(value, "message", value)).__name__,
 )
-def test_an_offer_that_was_taken_by_its_word_is_completed_by_whatever_comes(
+def test_an_offer_that_was_taken_by_its_cell_is_completed_by_whatever_comes(
     event: Any, answer: list[Any]
 ) -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
-    assert page.word(ticket).take("own")
+    assert page.cell(ticket).commit("own")
 
     words = said(table.handle(event, 8.0 if event is DUE else 1.0))
 
     assert sorted(words) == sorted([COMPLETED, *answer])
-    assert said(table.handle(offer.events.WordTaken("o1", "own"), 9.0)) == [], "it comes behind"
+    assert said(table.handle(offer.events.CellCommitted("o1", "own"), 9.0)) == [], "it comes behind"
     assert said(table.handle(taken(token="own"), 9.0)) == ["ok"], "that is its commit"
     assert said(table.handle(taken(token="late"), 9.0)) == [ErrorCode.OFFER_COMPLETED]
 
@@ -181,54 +189,54 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
     table.handle(made, 0.0)
     match state:
         case "taken by another":
-            assert page.word(ticket).take("own")
+            assert page.cell(ticket).commit("own")
         case "closed by the engine":
-            page.names.close(ticket.word)
+            page.names.close(ticket.cell)
         case "closed":
             table.handle(acquired(), 0.5)
-    words = list(page.words)
+    cells = list(page.cells)
     if state != "taken by another":
-        assert said(table.handle(offer.events.WordsChecked(), 1.0)) == []
+        assert said(table.handle(offer.events.CellsChecked(), 1.0)) == []
 
-    said_so = [table.handle(offer.events.WordTaken(one, "other"), 1.0) for one in ("o1", "o2")]
+    said_so = [table.handle(offer.events.CellCommitted(one, "other"), 1.0) for one in ("o1", "o2")]
 
     assert said_so == [[], []]
-    assert page.words == words
+    assert page.cells == cells
     assert "o1" in table.live
 
 
 @pytest.mark.parametrize(
     "event", [acquired(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
 )
-def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_word_first(event: Any) -> None:
+def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_cell_first(event: Any) -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
 
     table.handle(event, 8.0 if event is DUE else 1.0)
 
-    assert not page.word(ticket).take("late")
+    assert not page.cell(ticket).commit("late")
 
 
-def test_who_has_no_right_and_who_only_asks_leave_the_word_alone() -> None:
+def test_who_has_no_right_and_who_only_asks_leave_the_cell_alone() -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
-    for wrong in (acquired(secret="wrong"), taken(secret="wrong"), asked(Meet(SECRET, 1.0))):
+    for wrong in (acquired(secret="wrong"), taken(secret="wrong"), asked(AwaitOffer(SECRET, 1.0))):
         table.handle(wrong, 1.0)
 
-    assert page.word(ticket).take("token")
+    assert page.cell(ticket).commit("token")
 
 
 @pytest.mark.parametrize("event", [acquired(), taken(), WITHDRAW, LOST, STOPPED, DUE], ids=str)
-def test_an_offer_whose_engine_has_closed_the_word_is_lost_before_its_end_is_heard(
+def test_an_offer_whose_engine_has_closed_the_cell_is_lost_before_its_end_is_heard(
     event: Any,
 ) -> None:
     """The take of a reader that has read what was written since may come first."""
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
-    page.names.close(ticket.word)
+    page.names.close(ticket.cell)
 
     words = said(table.handle(event, 8.0 if event is DUE else 1.0))
 
@@ -239,7 +247,7 @@ def test_an_offer_whose_engine_has_closed_the_word_is_lost_before_its_end_is_hea
 
 READERS = ("a", "b", "c")
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["word", "take", "acquire"]), st.sampled_from(READERS))
+    st.tuples(st.sampled_from(["cell", "take", "acquire"]), st.sampled_from(READERS))
     | st.tuples(st.sampled_from(["late", "return", "withdraw", "lost", "stopped", "due", "left"])),
     min_size=2,
     max_size=9,
@@ -248,12 +256,12 @@ STEPS = st.lists(
 
 @dataclass
 class Played:
-    """An offer with a word, and the oracle's without."""
+    """An offer with a cell, and the oracle's without."""
 
     page: Page = field(default_factory=Page)
     now: float = 0.0
     behind: list[Any] = field(default_factory=list)
-    """What readers that took it by the word say, which has not come yet."""
+    """What readers that took it by the cell say, which has not come yet."""
     outcomes: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     epoch: int = 0
 
@@ -272,11 +280,11 @@ class Played:
 
     def do(self, what: str, reader: str = "") -> None:
         event: Any = taken(reader, token=reader)
-        if what in {"word", "take"} and any(one.token == reader for one in self.behind):
+        if what in {"cell", "take"} and any(one.token == reader for one in self.behind):
             return  # who has it asks no more
         match what:
-            case "word" if self.page.word(self.ticket).take(reader):
-                self.behind.append(offer.events.WordTaken("o1", reader))
+            case "cell" if self.page.cell(self.ticket).commit(reader):
+                self.behind.append(offer.events.CellCommitted("o1", reader))
                 assert self.tell(self.oracle, event) == ["ok"]
                 return
             case "late":
@@ -285,8 +293,8 @@ class Played:
                 return
             case "left":
                 entry = self.table.live.get("o1")
-                if entry is not None and entry.word is not None and not entry.word.is_closed:
-                    self.page.names.close(self.ticket.word)
+                if entry is not None and entry.cell is not None and not entry.cell.is_closed:
+                    self.page.names.close(self.ticket.cell)
                     self.tell(self.oracle, LOST)
                 return
             case "due":

@@ -24,7 +24,15 @@ import torch
 from kvbus.engine import Fetch, Link, Offer, OfferOptions, RankMemory
 from kvbus.errors import ErrorCode, FetchFailed, RequestTimeout
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import MAX_TAKEN, Outcome, Rendezvous, Request, Take, Word, WordsTaken
+from kvbus.protocol import (
+    MAX_COMMITS,
+    Commit,
+    CommitCell,
+    Outcome,
+    Rendezvous,
+    ReportCommits,
+    Request,
+)
 from kvbus_decode import config
 from kvbus_decode.remote_agent import Peer
 from tests import plain_sockets
@@ -194,16 +202,16 @@ def hold_up(patch: pytest.MonkeyPatch, moment: str, happens: Callable[[], None])
     """Have it happen in the event loop of the decode agent; whether words were taken."""
     takes: list[bool] = []
 
-    class Watched(Word):
-        def take(self, token: str) -> bool:
+    class Watched(CommitCell):
+        def commit(self, token: str) -> bool:
             if moment == "before the take":
                 happens()
-            takes.append(super().take(token))
+            takes.append(super().commit(token))
             if moment == "after the take":
                 happens()
             return takes[-1]
 
-    patch.setattr("kvbus_decode.lease_client.Word", Watched)
+    patch.setattr("kvbus_decode.lease_client.CommitCell", Watched)
     if moment == "before the copy":
         before_each_copy(patch, happens)
     return takes
@@ -258,11 +266,11 @@ async def test_an_agent_that_was_left_while_it_was_stopped_says_no_to_a_take_tha
 ) -> None:
     """It goes on as soon as the engine has written over the blocks, which still closes its link."""
     async with site_of(folder, fresh, monkeypatch) as site:
-        asked, is_over = list[Take](), threading.Event()
+        asked, is_over = list[Commit](), threading.Event()
 
         def note(peer: Peer, message: Request[Any], *rest: Any) -> None:
             ask(peer, message, *rest)
-            if isinstance(message, Take):
+            if isinstance(message, Commit):
                 asked.append(message)
 
         def go_on() -> None:
@@ -321,7 +329,7 @@ async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_it
             assert await offer.ended is Outcome.COMPLETED
 
 
-@pytest.mark.parametrize("most", [2, MAX_TAKEN])
+@pytest.mark.parametrize("most", [2, MAX_COMMITS])
 async def test_offers_that_are_taken_at_once_are_told_of_by_few_messages_of_bounded_size(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
@@ -330,11 +338,11 @@ async def test_offers_that_are_taken_at_once_are_told_of_by_few_messages_of_boun
 
         def note(peer: Peer, message: Request[Any], *rest: Any) -> None:
             ask(peer, message, *rest)
-            if isinstance(message, WordsTaken):
+            if isinstance(message, ReportCommits):
                 told.append(len(message.tokens))
 
         monkeypatch.setattr(Peer, "ask", note)
-        monkeypatch.setattr("kvbus_decode.lease_client.MAX_TAKEN", most)
+        monkeypatch.setattr("kvbus_decode.lease_client.MAX_COMMITS", most)
         offers = [await site.offer() for _ in range(16)]
         fetches = [site.fetch(offer) for offer in offers]
 
