@@ -59,15 +59,6 @@ class Call:
         finally:
             self.connection.close()
 
-    def words(self) -> Iterator[str]:
-        """The pieces of text of such a request, as they come."""
-        try:
-            for line in self._answer():
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
-        finally:
-            self.connection.close()
-
     def abort(self) -> None:
         """Hang up, as a client that gives up does."""
         self.connection.close()
@@ -115,12 +106,6 @@ def chat(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Ca
     messages = [{"role": "user", "content": words_of(prompt)}]
     asked = {"messages": messages, "max_tokens": num_tokens, **fields}
     return _send(port, "/v1/chat/completions", asked, {})
-
-
-def stream_words(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
-    """As `ask_in_words`, with the keys of the OpenAI API and none of vLLM's own for tokens."""
-    asked = {"prompt": words_of(prompt), "max_tokens": num_tokens, "stream": True, **fields}
-    return _send(port, "/v1/completions", {**asked, "return_token_ids": False}, {})
 
 
 def words_of(prompt: Sequence[int]) -> str:

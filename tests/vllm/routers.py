@@ -23,14 +23,14 @@ LOOPBACK = ("--host", "127.0.0.1")
 
 def is_there(name: str) -> bool:
     """Whether the router's command is installed beside this Python."""
-    return name in OF_KVBUS or bool(_installed(name))
+    return name == "proxy" or bool(_installed(name))
 
 
 @contextmanager
 def router_before(prefill: VllmServer, decode: VllmServer, name: str) -> Iterator[int]:
     """Start a router before both servers, and end it; its port."""
     port, log = free_port(), decode.folder / f"{name}.log"
-    command = {**ROUTERS, **OF_KVBUS}[name](prefill.url, decode.url, port)
+    command = ROUTERS[name](prefill.url, decode.url, port)
     with Child.start(name, command, log=log) as child:
 
         def wait(until: Callable[[], bool], what: str) -> None:
@@ -52,10 +52,6 @@ def _proxy(prefill: str, decode: str, port: int) -> list[str]:
     return [*command, "--prefill", prefill, "--decode", decode]
 
 
-def _eager_proxy(prefill: str, decode: str, port: int) -> list[str]:
-    return [*_proxy(prefill, decode, port), "--first-token", "prefill"]
-
-
 def _vllm_router(prefill: str, decode: str, port: int) -> list[str]:
     servers = ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode]
     own = [*LOOPBACK, "--port", str(port), "--prometheus-port", str(free_port())]
@@ -68,10 +64,6 @@ def _smg(_: str, __: str, port: int) -> list[str]:
     return [_installed("smg"), "launch", "--pd-disaggregation", *own]
 
 
-OF_KVBUS: Mapping[str, Callable[[str, str, int], list[str]]] = {
-    "proxy": _proxy,
-    "eager": _eager_proxy,
-}
 ROUTERS: Mapping[str, Callable[[str, str, int], list[str]]] = {
     "proxy": _proxy,
     "vllm-router": _vllm_router,

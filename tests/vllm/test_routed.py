@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.agents import wait_until
-from tests.vllm.calls import Call, Completion, RefusedError, ask, ask_in_words, chat, stream_words
+from tests.vllm.calls import Call, Completion, RefusedError, ask, ask_in_words, chat
 from tests.vllm.clusters import (
     ALL_THE_SAME,
     CHUNK_TOKENS,
@@ -104,25 +104,20 @@ def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
     pair.check()
 
 
-def test_a_stream_begins_with_the_token_of_prefill_while_the_kv_still_moves(pair: Cluster) -> None:
-    """All but that token comes from decode, which computes no step of the prompt."""
-    port, prompts = pair.router("eager"), [prompt_of(n, seed=4000 + n) for n in (1, 31, 64, 900)]
-    said = ["".join(stream_words(port, each, NUM_TOKENS).words()) for each in prompts]
+@pytest.mark.parametrize("length", [1, 31, 64, 900])
+def test_decode_continues_behind_the_token_of_prefill_and_computes_no_step_of_the_prompt(
+    pair: Cluster, length: int
+) -> None:
+    prompt = prompt_of(length, seed=4000 + length)
+    first = pair.prefill.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
     before = pair.decode.from_elsewhere()
-    late = prompt_of(300, seed=4999)
-    with halted([pair.decode_agent.pid]):
-        words = stream_words(port, late, NUM_TOKENS).words()
-        first = next(words)
 
-    said.append(first + "".join(words))
+    rest = pair.decode.complete(
+        [*prompt, *first.tokens], NUM_TOKENS - 1, kv_transfer_params=first.params
+    )
 
-    prompts.append(late)
-    texts = [
-        "".join(stream_words(pair.decode.port, each, NUM_TOKENS, cache_salt="own").words())
-        for each in prompts
-    ]
-    assert said == texts
-    assert pair.decode.from_elsewhere() - before == len(late)
+    assert pair.decode.from_elsewhere() - before == length
+    assert [*first.tokens, *rest.tokens] == pair.alone(prompt)
 
 
 def test_the_trace_of_a_client_of_the_proxy_is_known_to_both_agents(pair: Cluster) -> None:
