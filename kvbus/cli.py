@@ -16,14 +16,6 @@ COMMANDS = {
         "kvbus.demo.run",
         "Hand requests from a prefill engine to a decode engine; compare with the model run alone.",
     ),
-    "demo-prefill": (
-        "kvbus.demo.run",
-        "Offer requests at this machine's prefill agent; print their tickets, for demo-decode.",
-    ),
-    "demo-decode": (
-        "kvbus.demo.run",
-        "Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.",
-    ),
     "bench": (
         "kvbus.bench.command",
         "Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.",
@@ -34,8 +26,7 @@ COMMANDS = {
     ),
     "bench-decode": (
         "kvbus.bench.command",
-        "Fetch what bench-prefill offers, by the lines on stdin; "
-        "show speeds, and what takes the time.",
+        "Fetch what bench-prefill offers, by the lines on stdin; compare bytes, and show speeds.",
     ),
     "plan": (
         "kvbus.planning.command",
@@ -64,7 +55,7 @@ COMMANDS = {
 }
 """By command: its module, with a function of that name, and the first line of its help."""
 PANELS = {
-    "Run": ("demo", "demo-prefill", "demo-decode", "keys"),
+    "Run": ("demo", "keys"),
     "Inspect": ("status", "trace", "doctor", "plan"),
     "Develop": ("conform", "bench", "bench-prefill", "bench-decode"),
 }

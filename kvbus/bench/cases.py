@@ -46,7 +46,7 @@ from kvbus.bench.figures import (
     stages,
 )
 from kvbus.bench.floor import floor
-from kvbus.bench.pairs import UNMAPPED, Bench, Pair, running
+from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair, running
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.histograms import added_counts, histogram_quantile
 from kvbus.output import waiting_for
@@ -283,7 +283,6 @@ async def _beside(
 ) -> list[Figure]:
     """Measure one-block handoffs and the agents' loop lag while ``parts`` are fetched."""
     small_s, large_s = list[float](), list[float]()
-    agents = {**bench.agents, "decode agent": bench.decode_agent(label)}
     num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
     large = await bench.pair(BIG, num_blocks, label=label)
     small = await bench.pair(SMALL, 2, label=label)
@@ -296,47 +295,67 @@ async def _beside(
             large_s.append((await large.hand_off(part)).seconds)
 
     async with anyio.create_task_group() as tasks:
-        before = {name: agent.lag_counts() for name, agent in agents.items()}
+        lags = LoopLags({**bench.agents, "decode agent": bench.decode_agent(label)})
         for part in parts:
             tasks.start_soon(repeat, part)
-        began_s, lags = time.perf_counter(), dict[str, dict[float, float]]()
-        look_at_s, largest_s = began_s + LOAD_S, dict.fromkeys(agents, 0.0)
-
-        def look() -> None:
-            for name, agent in agents.items():
-                largest_s[name] = max(largest_s[name], agent.largest_lag_s())
-
-        while (now := time.perf_counter()) < began_s + scale.seconds(load_s) or not large_s:
+        began_s = time.perf_counter()
+        while time.perf_counter() < began_s + scale.seconds(load_s) or not large_s:
             small_s.append((await small.hand_off(contiguous(1))).seconds)
-            if now >= look_at_s:
-                look_at_s = now + LOOK_S
-                look()
+            lags.look_when_due()
         took_s, num_large = time.perf_counter() - began_s, len(large_s)
-        while not lags or not all(any(counts.values()) for counts in lags.values()):
-            await anyio.sleep(0.1)
-            lags = {
-                name: added_counts(before[name], agent.lag_counts())
-                for name, agent in agents.items()
-            }
-        look()
+        lag_figures = await lags.figures(lag)
         ends.set()
     await bench.opened.aclose()  # frees 4 GiB, which the next case needs
     num_bytes = num_large * len(parts[0].decode) * BIG.block_bytes
     return [
-        *(
-            milliseconds(f"{name} loop lag {which}", value_s, most=lag.get(which))
-            for name, counts in lags.items()
-            for which, value_s in {
-                "p99": histogram_quantile(counts, 0.99),
-                "max": largest_s[name],
-            }.items()
-        ),
-        Figure("loop lags", min(max(counts.values()) for counts in lags.values())),
+        *lag_figures,
         *percentiles("one-block handoff", small_s, most=one_block),
         Figure("one-block handoffs", len(small_s)),
         milliseconds("large fetch p50", median(large_s)),
         speed("large fetches", num_bytes, took_s),
     ]
+
+
+class LoopLags:
+    """Event-loop lags of agents since its creation."""
+
+    def __init__(self, agents: Mapping[str, BenchAgent]) -> None:
+        self._agents = agents
+        self._before = {name: agent.lag_counts() for name, agent in agents.items()}
+        self._largest_s = dict.fromkeys(agents, 0.0)
+        self._due_s = time.perf_counter() + LOAD_S
+
+    def look_when_due(self) -> None:
+        """Read the largest lags; agents report those of the last 15 s only."""
+        if (now := time.perf_counter()) >= self._due_s:
+            self._due_s = now + LOOK_S
+            self._look()
+
+    async def figures(self, most: Mapping[str, float]) -> list[Figure]:
+        """Wait until each agent has reported lags. ``most`` are targets of ``p99`` and ``max``."""
+        lags = self._counts()
+        while not all(any(counts.values()) for counts in lags.values()):
+            await anyio.sleep(0.1)
+            lags = self._counts()
+        self._look()
+        found = []
+        for name, counts in lags.items():
+            p99_s = histogram_quantile(counts, 0.99)
+            for which, value_s in (("p99", p99_s), ("max", self._largest_s[name])):
+                found.append(
+                    milliseconds(f"{name} loop lag {which}", value_s, most=most.get(which))
+                )
+        return [*found, Figure("loop lags", min(max(one.values()) for one in lags.values()))]
+
+    def _look(self) -> None:
+        for name, agent in self._agents.items():
+            self._largest_s[name] = max(self._largest_s[name], agent.largest_lag_s())
+
+    def _counts(self) -> dict[str, dict[float, float]]:
+        return {
+            name: added_counts(self._before[name], agent.lag_counts())
+            for name, agent in self._agents.items()
+        }
 
 
 async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:

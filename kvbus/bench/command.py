@@ -13,7 +13,7 @@ import typer
 
 from kvbus.bench.figures import CASES, EVERY_TIME, MAX_MIB, Scale, Sheet
 from kvbus.errors import ConfigError, KVBusError, leaves
-from kvbus.output import write_json
+from kvbus.output import write_json, write_text
 from kvbus.text import printable
 
 MAX_ROUNDS = 1000
@@ -88,15 +88,17 @@ def bench_prefill(
 
 
 def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
-    """Fetch what bench-prefill offers, by the lines on stdin; show speeds, and what takes the time.
+    """Fetch what bench-prefill offers, by the lines on stdin; compare bytes, and show speeds.
 
-    Exit status 0: all handoffs were read, and every byte of the first of each case compared.
+    Exit status 0: all handoffs were read, and every byte of the first of each case is equal. The
+    last line of the figures says `ok` then.
     """
 
     def fetch(sheet: Sheet) -> None:
         from kvbus.bench.sides import decode_side  # noqa: PLC0415 - torch costs seconds
 
-        anyio.run(decode_side, attach, sheet)
+        num_read = anyio.run(decode_side, attach, sheet)
+        write_text(f"ok: {num_read} handoffs; all bytes of the first of each case are equal\n")
 
     _show("bench-decode", fetch, as_one_json)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 
+from kvbus.bench import pipe
 from kvbus.bench.engine import (
     BIG,
     GROUP,
@@ -30,14 +31,12 @@ from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, percentile
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
 from kvbus.histograms import quantile
-from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import Taken
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
-PIPE = Pipe("kvbus bench-prefill", "kvbus bench-decode")
 READ_WITHIN_S = 60.0
-LOOK_AT_DECODE = f"look at the error of {PIPE.reader}"
+LOOK_AT_DECODE = f"look at the error of {pipe.READER}"
 SHOWN_SHARE = 0.05
 """Share of a handoff below which a stage is not shown."""
 
@@ -93,11 +92,11 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
     """
     left = sum(case.num_handoffs(rounds) for case in CASES.values())
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(PIPE.watch_reader)
+        tasks.start_soon(pipe.watch_reader)
         for name, case in CASES.items():
             tables = case.tables(num_mib)
             num_blocks, _ = tables.capacities
-            with waiting_for(f"kvbus bench-decode to read the handoffs of {name}"):
+            with waiting_for(f"{pipe.READER} to read the handoffs of {name}"):
                 async with _engine(
                     attach_path, case.source, num_blocks, AgentRole.PREFILL
                 ) as engine:
@@ -114,7 +113,7 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHan
         block_ids={GROUP: tables.prefill},
         ttl_s=READ_WITHIN_S,
     )
-    PIPE.write(msgspec.structs.replace(handed, ticket=offered.ticket))
+    pipe.write(msgspec.structs.replace(handed, ticket=offered.ticket))
     outcome = await offered.offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
@@ -125,10 +124,13 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHan
         raise PeerLost(f"a handoff of '{handed.case}' was {outcome}: {LOOK_AT_DECODE}")
 
 
-async def decode_side(attach_path: Path, sheet: Sheet) -> None:
-    """Fetch the handoffs from stdin, and show the figures of each case."""
-    lines = PIPE.read(BenchHandoff)
-    with waiting_for(f"a line of {PIPE.writer}"):
+async def decode_side(attach_path: Path, sheet: Sheet) -> int:
+    """Fetch the handoffs from stdin, show the figures of each case, and return their number.
+
+    Raises `KVBusError` if a handoff fails or brings wrong bytes.
+    """
+    lines, num_read = pipe.read(BenchHandoff), 0
+    with waiting_for(f"a line of {pipe.WRITER}"):
         handed = await anext(lines)
     while True:
         name, num_mib = handed.case, handed.mib
@@ -152,9 +154,10 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> None:
                         break
                     taken.append(await _read(engine, tables, handed))
                 else:
-                    return
+                    return num_read + 1 + len(taken)
             finally:
                 sheet.show([milliseconds("first handoff", first.seconds), *_figures(taken)])
+        num_read += 1 + len(taken)
 
 
 async def _read(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> Taken:

@@ -19,8 +19,7 @@ from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
 from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
-from kvbus.demo.options import EngineSetup, Handed, Step, encode
-from kvbus.engine import Outcome
+from kvbus.demo.options import EngineSetup, Step, encode
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.engine import Engine, Offered, Tables, Taking
@@ -50,17 +49,16 @@ class DemoEngine:
         self._model, self._kv = Transformer(setup.spec), PagedKV.of(engine.caches)
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
-        self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass]]] = {}
+        self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass], Pass | None]] = {}
         self._fetched: dict[str, tuple[Generation, int]] = {}
         self._flips_left = int(setup.flip_one_byte)
-        self._num_unread = 0
 
-    async def settle(self, stall_s: float = 20.0) -> tuple[int, int]:
-        """Wait for blocks; return the number still in use, and of offers that were not read."""
-        await self._engine.settle(stall_s)
-        return self._engine.num_held, self._num_unread
+    async def settle(self) -> int:
+        """Wait for blocks; return the number still in use."""
+        await self._engine.settle()
+        return self._engine.num_held
 
-    async def prefill(self, request_id: str, prompt: str) -> Handed:
+    async def prefill(self, request_id: str, prompt: str) -> Mapping[str, Any]:
         """Offer the KV of a prompt, after its computation or, in chunks, before."""
         tokens = encode(prompt)
         wanted = range(num_blocks_for(len(tokens), self._block_size))
@@ -77,34 +75,25 @@ class DemoEngine:
         except KVBusError:
             self._engine.blocks.give(tables)
             raise
-        if whole is None:
-            self._prefills[request_id] = offered, tables, passes
-            return Handed(request_id, prompt, offered.ticket)
-        self._tasks.start_soon(self._give_when_free, offered, tables)
-        return Handed(request_id, prompt, offered.ticket, whole.step)
+        self._prefills[request_id] = offered, tables, passes, whole
+        return offered.ticket
 
     async def compute(self, request_id: str) -> Step:
-        offered, tables, passes = self._prefills.pop(request_id)
+        """Compute the rest of the prompt; return the first step of its output."""
+        offered, tables, passes, whole = self._prefills.pop(request_id)
         try:
-            async for one in passes:
-                await offered.extend(one.num_tokens, one.block_ids)
-            await offered.seal()
+            step = whole.step if whole else await _extend(offered, passes)
         except KVBusError:
             await offered.withdraw()
             self._engine.blocks.give(tables)
             raise
         self._tasks.start_soon(self._give_when_free, offered, tables)
-        return one.step
+        return step
 
     async def _give_when_free(self, offered: Offered, tables: Tables) -> None:
-        outcome = None
-        try:
+        with contextlib.suppress(KVBusError):  # the agent and its readers are gone
             await offered.freed()
             self._engine.blocks.give(tables)
-            outcome = await offered.offer.ended
-        except KVBusError:  # the agent and its readers are gone
-            pass
-        self._num_unread += outcome is not Outcome.COMPLETED
 
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
@@ -174,6 +163,13 @@ class DemoEngine:
 
     async def _take(self, wanted: Mapping[str, range]) -> Tables:
         return await self._engine.blocks.take(wanted, wait_s=PATIENCE_S)
+
+
+async def _extend(offered: Offered, passes: AsyncIterator[Pass]) -> Step:
+    async for one in passes:
+        await offered.extend(one.num_tokens, one.block_ids)
+    await offered.seal()
+    return one.step
 
 
 def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:

@@ -1,9 +1,9 @@
-"""Options of ``kvbus demo``, and messages between its processes. It imports no torch."""
+"""Options of ``kvbus demo``, and the setup of its engines. It imports no torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 from msgspec import Meta, Struct, to_builtins
@@ -11,7 +11,6 @@ from msgspec import Meta, Struct, to_builtins
 from kvbus.errors import ConfigError, reason_of
 from kvbus.geometry import EngineSpec, KvLayout
 from kvbus.planning.choose import Path
-from kvbus.protocol.engine import AgentRole
 from kvbus.spec_text import EngineWords, ModelWords, read_words
 
 MAX_TP = 8  # the model has at least as many query heads
@@ -71,8 +70,6 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 class DemoOptions:
     """One run. Requests take the prompts in turn. Raises `ConfigError`."""
 
-    roles: ClassVar[tuple[AgentRole, ...]] = (AgentRole.PREFILL, AgentRole.DECODE)
-
     requests: Annotated[int, _number(RUN, 1, 100_000, "How many to serve.")] = 12
     concurrency: Annotated[int, _number(RUN, 1, 256, "How many at a time.")] = 4
     max_new_tokens: Annotated[
@@ -121,9 +118,8 @@ class DemoOptions:
 
     @cached_property
     def sides(self) -> dict[str, SideWords]:
-        return {
-            role: read_words(f"--{role}", getattr(self, role), SideWords) for role in self.roles
-        }
+        words = {"prefill": self.prefill, "decode": self.decode}
+        return {role: read_words(f"--{role}", text, SideWords) for role, text in words.items()}
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
@@ -181,13 +177,3 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     ring_blocks: dict[str, int] | None
     prefill_chunk: int | None
     flip_one_byte: bool
-
-
-class Handed(Struct, frozen=True, omit_defaults=True):
-    """Ticket of a request. A second message has its ``first`` step, unless it ``failed``."""
-
-    request_id: str
-    prompt: str
-    ticket: dict[str, Any] = {}
-    first: Step | None = None
-    failed: str = ""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
-import anyio
 import typer
 
 from kvbus.demo.options import DemoOptions, Step
@@ -33,7 +32,6 @@ class Served:
     taken: Taken | None = None
     steps: list[Step] | None = None
     failed: str = ""
-    prefill_ended: anyio.Event = field(default_factory=anyio.Event)
 
 
 @dataclass(slots=True)
@@ -99,7 +97,7 @@ class DemoReport:
     def print(self) -> None:
         write_text("".join(f"{printable(line)}\n" for line in self._lines()))
 
-    def end(self, *, is_ok: bool) -> None:
+    def end(self) -> None:
         found = self.summary()
         failed = [f"{count} failed: {why}" for why, count in found["failures"].items()]
         sys.stderr.writelines(f"error: {printable(one)}\n" for one in (*failed, *self.trouble))
@@ -109,7 +107,7 @@ class DemoReport:
             write_json(found)
         if self.ended_by is not None:
             raise typer.Exit(128 + self.ended_by)
-        if not is_ok:
+        if not self.ok:
             raise typer.Exit(1)
 
     def _is_equal(self, one: Served) -> bool:

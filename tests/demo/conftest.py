@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.agents import wait_until
@@ -29,16 +30,8 @@ class RunningDemo:
 
     def children(self) -> dict[int, str]:
         """The command lines of its child processes, by pid."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-                command = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == self.process.pid:
-                found[int(stat.parent.name)] = command
-        return found
+        children = psutil.Process(self.process.pid).children()
+        return {one.pid: " ".join(one.cmdline()) for one in children}
 
     def wait_mid_run(self) -> dict[int, str]:
         """Return its four child processes once so many handoffs completed that requests ended."""

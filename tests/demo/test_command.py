@@ -61,13 +61,6 @@ def test_outputs_that_were_not_compared_are_told_from_those_that_differ(
     assert "1 finished and were not compared\n6 did not finish" in told
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_side_offers_the_options_of_its_own_engine_only(role: str) -> None:
-    shown = kvbus(f"demo-{role}", "--help").output
-
-    assert ("--prefill " in shown, "--decode " in shown) == (role == "prefill", role == "decode")
-
-
 @pytest.mark.parametrize(
     ("leaks", "trouble", "is_ok"),
     [

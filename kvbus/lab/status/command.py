@@ -37,6 +37,7 @@ from kvbus.errors import (
 )
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.screen import Between, View, screen
+from kvbus.options import with_options
 from kvbus.output import fail, json_text, waiting_for, write_json, write_text
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import EVENTS, may_hear
@@ -57,7 +58,8 @@ SILENCE_S = 10.0
 TRUSTED = "our key trusted as observer, router or decode"
 
 
-def status(
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
     addresses: Annotated[
         list[str] | None,
         typer.Argument(
@@ -65,8 +67,7 @@ def status(
             help="The peer address of an agent, tcp://HOST:PORT, or HOST:PORT of the http_bind of "
             f"one or more. Without any KVBUS_HTTP_BIND, else {' and '.join(DEFAULTS)}.",
         ),
-    ] = None,
-    *,
+    ] = None
     every: Annotated[
         float,
         typer.Option(
@@ -75,39 +76,48 @@ def status(
             metavar="SECONDS",
             help="Time between the two looks at an HTTP port, whose rates are shown.",
         ),
-    ] = 1.0,
+    ] = 1.0
     events: Annotated[
         bool, typer.Option("--events", help="Write what happens at a peer address, until Ctrl-C.")
-    ] = False,
+    ] = False
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="EVENT", help="Such events, as 'offer.*'; may be repeated."),
-    ] = None,
+    ] = None
     request: Annotated[
         str, typer.Option(metavar="ID", help="Events of this request_id, offer_id or fetch_id.")
-    ] = "",
+    ] = ""
     count: Annotated[
         int, typer.Option(min=0, metavar="N", help="End after so many events; 0: never.")
-    ] = 0,
+    ] = 0
     fetch: Annotated[
         str, typer.Option(metavar="ID", help="Also tell what happened to this fetch.")
-    ] = "",
+    ] = ""
     offer: Annotated[
         str, typer.Option(metavar="ID", help="Also tell what happened to this offer.")
-    ] = "",
+    ] = ""
     timeout: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for one.")
-    ] = 3.0,
-    key_file: KeyFile = None,
-    server_key: ServerKey = "",
+    ] = 3.0
+    key_file: KeyFile = None
+    server_key: ServerKey = ""
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="The token of HTTP ports; else that of KVBUS_HTTP_TOKEN_FILE."
         ),
-    ] = None,
-    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+    @property
+    def peer(self) -> str:
+        """The one peer address; empty for HTTP ports."""
+        named = self.addresses or []
+        return named[0] if len(named) == 1 and named[0].startswith("tcp://") else ""
+
+
+@with_options(StatusOptions)
+def status(options: StatusOptions) -> None:
     """Tell what agents hold and do now, or what happens at one.
 
     A peer address shows what the agent holds. An HTTP port also shows rates of handoffs and bytes,
@@ -116,38 +126,42 @@ def status(
     With `--events` each event is a line of JSON. A line `boot` precedes the events of each process
     of the agent. A line `gap` reports missed events of a topic.
     """
-    named = addresses or []
-    peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") else ""
+    peer = options.peer
     try:
-        with suppress(*([KeyboardInterrupt] if events else [])):
-            curve = curve_of(key_file, server_key) if peer else None
-            if peer and events:
-                anyio.run(_follow, peer, curve, _topics_of(only or []), request, count)
-            elif peer:
-                asked = Status(fetch_id=fetch, offer_id=offer, faults=True)
-                ask = partial(ask_agent, peer, asked, timeout_s=timeout, curve=curve)
-                with waiting_for(f"{peer} to answer"):
-                    answer = anyio.run(ask)
-                _tell(peer, answer, asked, as_json=as_one_json)
-            elif events or fetch or offer:
+        with suppress(*([KeyboardInterrupt] if options.events else [])):
+            if peer:
+                _ask_peer(options)
+            elif options.events or options.fetch or options.offer:
                 raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
             else:
-                agents = _http_agents(named, token_file)
-                _look(agents, every, timeout, as_json=as_one_json)
+                agents = _http_agents(options.addresses or [], options.token_file)
+                _look(agents, options.every, options.timeout, as_json=options.as_one_json)
     except RequestTimeout as error:
         address = peer.removeprefix("tcp://")
-        is_http = not str(HttpAgent(f"http://{address}", "").look(min(timeout, 1.0))).startswith(
-            NONE
-        )
+        view = HttpAgent(f"http://{address}", "").look(min(options.timeout, 1.0))
+        is_http = not str(view).startswith(NONE)
         way = f"its http_bind is there: kvbus status {address}" if is_http else LOOK_AT_WAY + peer
-        lost = f"no agent answered at {peer} within {timeout:g} s; {way}"
+        lost = f"no agent answered at {peer} within {options.timeout:g} s; {way}"
         fail(lost, status=1, cause=error)
     except RemoteError as error:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
 
+def _ask_peer(options: StatusOptions) -> None:
+    """Raise `RequestTimeout` without an answer, `RemoteError` if the fetch or offer is unknown."""
+    peer, curve = options.peer, curve_of(options.key_file, options.server_key)
+    if options.events:
+        topics = _topics_of(options.only or [])
+        anyio.run(_follow, peer, curve, topics, options.request, options.count)
+        return
+    asked = Status(fetch_id=options.fetch, offer_id=options.offer, faults=True)
+    ask = partial(ask_agent, peer, asked, timeout_s=options.timeout, curve=curve)
+    with waiting_for(f"{peer} to answer"):
+        answer = anyio.run(ask)
+    _tell(peer, answer, asked, as_json=options.as_one_json)
+
+
 def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> None:
-    """Raise `RemoteError` if the fetch or offer is unknown."""
     name = asked.fetch_id or asked.offer_id
     if as_json:
         write_json(answer)
