@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbus.table import Transition
+from kvbus.table.table import Transition
 from kvbus_decode import read_table as read
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.bus import KeyPair, new_key_pair
-from kvbus.keys import Role, TrustedKey, revoke_trusted, write_secret, write_trusted
+from kvbus.keys.files import write_secret
+from kvbus.keys.trusted import TrustedKey, revoke_trusted, write_trusted
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents
 from tests.engines import begin, pair
 from tests.plain_sockets import Curve

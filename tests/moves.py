@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from kvbus.table import Transition
+from kvbus.table.table import Transition
 
 Handler = Callable[..., list[Any]]
 
@@ -46,9 +46,9 @@ def _checked(handler: Handler, to: tuple[Any, ...], moved: int) -> Handler:
 
 def enforce_all() -> None:
     """Check all state machines of the product, once."""
-    from kvbus_decode.fetch import FetchTable
+    from kvbus_decode.fetch.table import FetchTable
     from kvbus_decode.read_table import TRANSITIONS as OF_TRANSFERS
-    from kvbus_prefill.offer import OfferTable
+    from kvbus_prefill.offer.table import OfferTable
     from kvbus_prefill.slots import SlotTable
 
     for table in (FetchTable, OfferTable, SlotTable):

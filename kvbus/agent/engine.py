@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -16,7 +15,7 @@ import structlog
 from kvbus.agent.segments import RankMemory, Segments
 from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import BlockTable, EngineSpec, RankSpec, validate_ranks
+from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.mapping import CellsPage
 from kvbus.protocol.engine import AgentRanks, Register
@@ -146,15 +145,6 @@ class LocalEngine:
         """Return the smallest count of the ranks; `MAX_BLOCK_ID` + 1 if none has the group."""
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
-
-    def check_tables(self, tables: Mapping[str, BlockTable], *, all_groups: bool = True) -> None:
-        known = {group.name for group in self.spec.groups}
-        if tables.keys() - known or (all_groups and tables.keys() != known):
-            raise GeometryError(
-                f"tables are of groups {sorted(tables)}, the engine has {sorted(known)}"
-            )
-        for name, table in tables.items():
-            table.check_ids(self.num_blocks(name))
 
     def notify(self, notice: Message) -> None:
         if not self.lost and self.control is not None:

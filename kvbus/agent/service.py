@@ -23,8 +23,8 @@ from kvbus.memory.attach import Lifeline
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.tools import Cost, PeerView, Predicted, Sharing
-from kvbus.table import Driver, Table
 from kvbus.table.events import DrainStarted
+from kvbus.table.table import Driver, Table
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.protocol.tools import Span, Status, Trace, TraceResult
-from kvbus.table import History, Table
+from kvbus.table.table import History, Table
 
 FORGOTTEN = "forgotten"
 PENDING, MAX_PENDING_S = "pending", 86_400.0

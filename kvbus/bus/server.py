@@ -27,6 +27,7 @@ from kvbus.bus.sockets import (
 )
 from kvbus.bus.trust import is_of_same_user
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.fair import Permits, Tenant
 from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import (
     Body,
@@ -38,7 +39,6 @@ from kvbus.protocol.envelope import (
     too_large,
 )
 from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
-from kvbus.table import Permits, Tenant
 
 Handler = Callable[[Any, "Call"], None]
 

@@ -12,7 +12,7 @@ from kvbus.conform.rules import DECODE
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import Job, Stage, ticket_of
 from kvbus.errors import GeometryError
-from kvbus.geometry import BlockTable
+from kvbus.geometry import BlockTable, check_fetched
 from kvbus.protocol.engine import (
     BlocksFreed,
     CancelFetch,
@@ -157,18 +157,13 @@ class FetchStage(Stage):
         return None
 
     def _wrong_tables(self, body: StartFetch) -> str:
-        for group in self.groups:
-            table = body.tables.get(group.name)
-            if table is None:
-                return f"group {group.name} has no table"
-            start, stop = group.positions(body.first_token, body.num_tokens)
-            if group.state and body.num_tokens and len(table):  # it may be wanted alone
-                start, stop = 0, 1
-            try:
-                table.check_covers(start, stop, group.block_size)
-                table.check_ids(self.num_blocks(group.name) or 2**32)
-            except GeometryError as error:
-                return f"group {group.name}: {error.message}"
+        if self.agent.spec is None:
+            return "nothing is registered"
+        tokens = body.first_token, body.num_tokens
+        try:
+            check_fetched(self.agent.spec, body.tables, *tokens, num_blocks=self.id_limit)
+        except GeometryError as error:
+            return error.message
         return ""
 
     def _check_blocks(self, new: Job) -> None:

@@ -9,7 +9,7 @@ from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import MAX_BLOCKS, Job, Kept, Stage, ticket_of
 from kvbus.errors import GeometryError
-from kvbus.geometry import num_blocks_for
+from kvbus.geometry import check_offered
 from kvbus.protocol.commit_cell import NUM_CELLS
 from kvbus.protocol.engine import (
     ExtendOffer,
@@ -80,7 +80,7 @@ class OfferStage(Stage):
             self._look_at_again(job, body)
         job.tables, job.rights = dict(body.tables), (body.offer_id, body.secret)
         job.handoff_id = body.offer_id or f"offer-{job.name}"
-        problem = self._wrong_tables(job, body.num_tokens)
+        problem = self._wrong_tables(job, body.num_tokens, sealed=body.sealed)
         wanted = f"request {job.name}: {body.num_tokens} tokens where {job.counts} were told"
         self.book.expect("offer.tables", body.num_tokens in job.counts, wanted)
         if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
@@ -159,12 +159,15 @@ class OfferStage(Stage):
                     job.tables[group] = job.tables[group].extended(more)
         except (GeometryError, KeyError) as error:
             return str(error)
-        return self._wrong_tables(job, body.num_tokens)
+        return self._wrong_tables(job, body.num_tokens, sealed=False)
 
     def _on_seal(self, asked: EngineRequest, body: SealOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", "no such offer")
+        problem = self._wrong_tables(job, job.num_ready, sealed=True)
+        if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
+            return refusal("geometry", problem)
         self._seal(job, job.num_ready)
         self._announce(job, job.num_ready)  # states are those of the last token
         return OK
@@ -180,28 +183,15 @@ class OfferStage(Stage):
     def _job(self, offer_id: str) -> Job | None:
         return next((job for job in self.jobs.values() if job.handoff_id == offer_id), None)
 
-    def _wrong_tables(self, job: Job, num_tokens: int) -> str:
-        if not self.groups:
+    def _wrong_tables(self, job: Job, num_tokens: int, *, sealed: bool) -> str:
+        if self.agent.spec is None:
             return "nothing is registered"
-        for group in self.groups:
-            start, stop = group.positions(0, num_tokens)
-            table = job.tables.get(group.name)
-            if table is None:
-                if stop > start:
-                    return f"group {group.name} has no table"
-                continue
-            try:
-                table.check_ids(self.num_blocks(group.name) or 2**32)
-            except GeometryError as error:
-                return f"group {group.name}: {error.message}"
-            last = num_blocks_for(stop, group.block_size) if stop > start else 0
-            late = table.first_block > (start // group.block_size if group.window else 0)
-            if (late and job.sealed) or table.first_block + len(table) < last:
-                return (
-                    f"group {group.name}: blocks {table.first_block} to "
-                    f"{table.first_block + len(table)} of the request do not hold positions "
-                    f"{start} to {stop} in blocks of {group.block_size}"
-                )
+        try:
+            check_offered(
+                *(self.agent.spec, job.tables, num_tokens), sealed=sealed, num_blocks=self.id_limit
+            )
+        except GeometryError as error:
+            return error.message
         return ""
 
     def _announce(self, job: Job, num_tokens: int) -> None:

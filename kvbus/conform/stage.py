@@ -130,6 +130,10 @@ class Stage(ABC):
         views = [place.view for place in self.agent.places if place.group.name == group]
         return min((int(view.shape[0]) for view in views), default=None)
 
+    def id_limit(self, group: str) -> int:
+        """Return the bound of the group's block ids: that of uint32 if it is not mapped."""
+        return self.num_blocks(group) or 2**32
+
     def wait(self, condition: Callable[[], object]) -> bool:
         return self.agent.until(condition, self.patience_s)
 

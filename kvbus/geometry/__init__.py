@@ -1,6 +1,6 @@
 """KV memory geometry: engines, ranks, groups and regions, and the address of each token's bytes."""
 
-from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
+from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, NO_BLOCKS, BlockTable, num_blocks_for
 from kvbus.geometry.layouts import (
     KvLayout,
     held_heads,
@@ -24,12 +24,14 @@ from kvbus.geometry.spec import (
     Tile,
     state_group,
 )
+from kvbus.geometry.tables import check_exact, check_fetched, check_offered, check_readable
 from kvbus.geometry.validation import check_axes, validate_engine, validate_rank, validate_ranks
 
 __all__ = [
     "DTYPE_SIZES_BYTES",
     "FEW_IDS",
     "MAX_BLOCKS",
+    "NO_BLOCKS",
     "Axis",
     "AxisName",
     "BlockTable",
@@ -43,6 +45,10 @@ __all__ = [
     "StatePart",
     "Tile",
     "check_axes",
+    "check_exact",
+    "check_fetched",
+    "check_offered",
+    "check_readable",
     "held_heads",
     "held_layers",
     "lay_out_rank",

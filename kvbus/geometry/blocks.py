@@ -140,6 +140,9 @@ class BlockTable(msgspec.Struct, frozen=True):
         return struct.unpack(f"<{num_ids}I", self.ids)
 
 
+NO_BLOCKS = BlockTable(b"")
+
+
 def _check_number(num_blocks: int) -> None:
     if num_blocks > MAX_BLOCKS:
         raise GeometryError(

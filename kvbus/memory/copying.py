@@ -24,6 +24,7 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Tile,
+    check_readable,
     slot_bytes,
 )
 from kvbus.memory.run_copy import copy_runs, zero_runs
@@ -125,8 +126,7 @@ class PagedMemory:
         return RunPlan({0: self._placed}, {0: self._placed}, shares)
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
-        table.check_holds(start, stop, self.group.block_size, group=self.group.name)
-        table.check_below(self._num_blocks)
+        check_readable(self.group, table, (start, stop), num_blocks=self._num_blocks)
 
 
 def _address_of(buffer: Buffer) -> int:

@@ -49,15 +49,22 @@ def choose_path(
     staged   if runs into slots are long
     packed, staged, direct
     """
-    is_little = num_bytes <= SHORT_BYTES and num_runs <= FEW_RUNS
-    is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
-    staged_is_long = num_bytes - repeated_bytes >= num_staged_runs * LONG_RUN_BYTES
+    is_long = has_long_runs(num_bytes, num_runs) and not repeated_bytes
+    staged_is_long = has_long_runs(num_bytes - repeated_bytes, num_staged_runs)
     order = [Path.STAGED, Path.PACKED] if staged_is_long else [Path.PACKED, Path.STAGED]
-    order.insert(0 if is_little or is_long else 2, Path.DIRECT)
+    order.insert(0 if is_long or is_little(num_bytes, num_runs) else 2, Path.DIRECT)
     for path in (Path.MAPPED, *order):
         if path in paths:
             return path
     raise LocalError("the fetch can take none of the paths")
+
+
+def has_long_runs(num_bytes: int, num_runs: int) -> bool:
+    return num_bytes >= num_runs * LONG_RUN_BYTES
+
+
+def is_little(num_bytes: int, num_runs: int) -> bool:
+    return num_bytes <= SHORT_BYTES and num_runs <= FEW_RUNS
 
 
 def usual_tile_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:

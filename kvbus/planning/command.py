@@ -3,8 +3,9 @@
 It starts no agent and allocates no KV memory; addresses are synthetic.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
@@ -34,11 +35,10 @@ from kvbus.planning import (
     PlacedRank,
     ReadMap,
     RunPlan,
-    Share,
+    Runs,
     Span,
     SpanMap,
     Spans,
-    StagedPlan,
     bytes_by_group,
     check_compatible,
     choose_path,
@@ -49,21 +49,21 @@ from kvbus.planning import (
     staged_plans,
     usual_tile_bytes,
 )
-from kvbus.planning.choose import LONG_RUN_BYTES
+from kvbus.planning.choose import LONG_RUN_BYTES, has_long_runs, is_little
 from kvbus.spec_text import MAX_SPAN, read_engine
 from kvbus.text import bytes_text, numbers_text, time_text
 
 MAX_PAIRED_LAYERS = 1 << 19
 MAX_RANK_BYTES, RANK_DISTANCE_BYTES = 1 << 48, 1 << 50
 MAX_MERGED = 1 << 22
-"""Above this number, runs are counted before neighbours are merged."""
+"""Above this number, neighbouring runs are counted separately."""
 MAX_ROWS = 40
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
-"""Distance of a request's next block, as a fraction of the cache, as in a busy one."""
+"""Distance to a request's next block, as a fraction of the cache: scattered as in a busy one."""
 HOW = {
-    Path.DIRECT: "straight from blocks to blocks",
-    Path.STAGED: "whole blocks, into slots of the decode agent, and copied from there",
-    Path.PACKED: "one a tile, gathered before and scattered after it",
+    Path.DIRECT: "READs straight from blocks to blocks",
+    Path.STAGED: "READs of whole blocks into slots of the decode agent, copied from there",
+    Path.PACKED: "one READ for each tile, gathered before it and scattered after it",
     Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
 CHOSEN = "green"
@@ -115,7 +115,7 @@ def plan(options: PlanOptions) -> None:
     A SPEC can also be a TOML or JSON file with an EngineSpec of the protocol, optionally followed
     by its layout: `engine.toml,layout=HND,cross_layer=true`.
 
-    The time follows from the rates that agents assume before their first read.
+    The duration follows from the rates that agents assume before their first read.
 
     Exit status 1: the engines cannot exchange KV; 2: a mistake in a spec or an option.
     """
@@ -182,10 +182,43 @@ def make_plan(options: PlanOptions) -> Plan:
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
-    specs = options.prefill, options.decode
+    prefill, decode = _read_engines(options)
+    spans = SpanMap(decode.engine.groups, prefill.engine.groups).whole(first, stop)
+    handoff = _Handoff(prefill, decode, spans, slot_bytes=options.slot_bytes)
+    direct = handoff.direct_path()
+    paths: dict[Path, PathPlan | None] = {
+        Path.DIRECT: direct,
+        Path.STAGED: handoff.staged_path(),
+        Path.PACKED: handoff.packed_path(),
+        Path.MAPPED: direct if options.same_machine else None,  # it copies the same runs
+    }
+    possible = {path: one for path, one in paths.items() if one}
+    choice = handoff.choose(possible)
+    reads = tuple(handoff.reads())
+    read_from = {one.prefill_rank for one in reads}
+    return Plan(
+        prefill=prefill,
+        decode=decode,
+        tokens=(first, stop),
+        num_bytes=handoff.num_bytes,
+        reads=reads,
+        unread_ranks=tuple(n for n in range(prefill.engine.num_ranks) if n not in read_from),
+        paths=paths,
+        choice=choice,
+        reason=handoff.reason(choice),
+        seconds=Learned().predict_s(possible[choice].num_bytes),
+        slot_bytes=options.slot_bytes,
+    )
+
+
+def _read_engines(options: PlanOptions) -> tuple[PlannedEngine, PlannedEngine]:
+    """Return both engines; raise `GeometryError` unless they can exchange KV."""
     prefill, decode = (
         PlannedEngine(engine, layout.axes)
-        for engine, layout in map(read_engine, ("--from", "--to"), specs)
+        for engine, layout in (
+            read_engine("--from", options.prefill),
+            read_engine("--to", options.decode),
+        )
     )
     check_compatible(prefill.engine, decode.engine)
     num_layers = sum(len(group.layers) for group in decode.engine.groups)
@@ -195,84 +228,122 @@ def make_plan(options: PlanOptions) -> Plan:
             f"--from, --to: these are {num_pairs} pairs of rank, rank and layer: at most "
             f"{MAX_PAIRED_LAYERS} can be planned"
         )
-    spans = SpanMap(decode.engine.groups, prefill.engine.groups).whole(first, stop)
-    holder = _Placed(prefill, spans, step=PREFILL_STEP)
-    reader = _Placed(decode, spans, step=DECODE_STEP)
-    read_map = ReadMap(*([one.rank for one in side.ranks.values()] for side in (holder, reader)))
-    shares, joined = read_map.shares(), read_map.joined()
-    reads = tuple(_reads(decode.engine, shares, spans))
-    num_bytes = sum(one.num_bytes for one in reads)
-    joined_bytes = span_bytes(bytes_by_group(joined, decode.engine), spans)
-    repeated_bytes, group = num_bytes - joined_bytes, decode.engine.group
-    runs = RunPlan(holder.ranks, reader.ranks, shares)
-    num_runs = runs.num_runs(spans)
-    merged = num_runs
-    if num_runs <= MAX_MERGED:
-        merged = len(runs.runs(holder.tables, reader.tables, spans).reads().local)
-    whole = PathPlan(descriptors=merged, num_bytes=num_bytes)
-    paths: dict[Path, PathPlan | None] = dict.fromkeys(Path)
-    paths[Path.DIRECT] = whole
-    staged = staged_plans(holder.ranks, reader.ranks, joined, slot_bytes=options.slot_bytes)
-    num_staged_runs = sum(one.num_runs(spans) for one in staged)
-    if num_bytes and staged:
-        tiles = _staged_tiles(staged, spans, num_bytes=num_bytes, slot_bytes=options.slot_bytes)
-        merged = num_staged_runs
-        if num_staged_runs <= MAX_MERGED:
-            found = (one.reads(holder.tables, tile, slot_at=0).reads() for one, tile in tiles)
-            merged = sum(len(each.local) for each in found)
-        paths[Path.STAGED] = PathPlan(
-            descriptors=merged,
-            num_bytes=joined_bytes,
-            num_tiles=len(tiles),
-            scattered_bytes=num_bytes,
+    return prefill, decode
+
+
+class _Handoff:
+    """The reads of a handoff, and its plan on each path."""
+
+    def __init__(
+        self, prefill: PlannedEngine, decode: PlannedEngine, spans: Spans, *, slot_bytes: int
+    ) -> None:
+        self._engine, self._spans, self._slot_bytes = decode.engine, spans, slot_bytes
+        self._holder = _Placed(prefill, spans, step=PREFILL_STEP)
+        self._reader = _Placed(decode, spans, step=DECODE_STEP)
+        holders, readers = self._holder.ranks, self._reader.ranks
+        read_map = ReadMap(*([one.rank for one in ranks.values()] for ranks in (holders, readers)))
+        self._shares, self._joined = read_map.shares(), read_map.joined()
+        self.num_bytes, self._joined_bytes = (
+            span_bytes(bytes_by_group(shares, decode.engine), spans)
+            for shares in (self._shares, self._joined)
         )
-    least = least_tile_bytes(joined, decode.engine)
-    if num_bytes and least <= options.slot_bytes:
-        tile_bytes = usual_tile_bytes(num_bytes, least=least, slot_bytes=options.slot_bytes)
-        num_tiles = sum(
-            len(cut_into_tiles(one, group(one.group), spans[one.group], tile_bytes=tile_bytes))
-            for one in joined
-        )
-        paths[Path.PACKED] = PathPlan(
-            descriptors=num_tiles,
-            num_bytes=joined_bytes,
+        self._repeated_bytes = self.num_bytes - self._joined_bytes
+        self._runs = RunPlan(holders, readers, self._shares)
+        self._num_runs = self._runs.num_runs(spans)
+        self._staged = staged_plans(holders, readers, self._joined, slot_bytes=slot_bytes)
+        self._num_staged_runs = sum(one.num_runs(spans) for one in self._staged)
+
+    def reads(self) -> Iterator[PlannedRead]:
+        ordered = sorted(self._shares, key=attrgetter("reader", "group", "holder", "layers"))
+        for share in ordered:
+            start, stop = self._spans[share.group]
+            if start == stop:
+                continue
+            group = self._engine.group(share.group)
+            yield PlannedRead(
+                prefill_rank=share.holder,
+                decode_rank=share.reader,
+                group=share.group,
+                layers=share.layers,
+                parts=share.parts,
+                heads=(share.first_head, share.first_head + share.num_heads),
+                positions=(start, stop),
+                num_bytes=(stop - start) * position_bytes(share, group),
+            )
+
+    def direct_path(self) -> PathPlan:
+        def runs() -> Iterator[Runs]:
+            yield self._runs.runs(self._holder.tables, self._reader.tables, self._spans)
+
+        descriptors = _num_descriptors(self._num_runs, runs())
+        return PathPlan(descriptors=descriptors, num_bytes=self.num_bytes)
+
+    def staged_path(self) -> PathPlan | None:
+        """Return None if there is nothing to read, or a block of one layer fits no slot."""
+        if not self.num_bytes or not self._staged:
+            return None
+        tile_bytes = usual_tile_bytes(self.num_bytes, least=1, slot_bytes=self._slot_bytes)
+        tiles = [
+            (plan, tile)
+            for plan in self._staged
+            for tile in plan.tiles(self._spans[plan.group], tile_bytes=tile_bytes)
+        ]
+        runs = (plan.reads(self._holder.tables, tile, slot_at=0) for plan, tile in tiles)
+        descriptors = _num_descriptors(self._num_staged_runs, runs)
+        return self._slotted(descriptors=descriptors, num_tiles=len(tiles))
+
+    def packed_path(self) -> PathPlan | None:
+        """Return None if there is nothing to read, or a position of one layer fits no slot."""
+        least = least_tile_bytes(self._joined, self._engine)
+        if not self.num_bytes or least > self._slot_bytes:
+            return None
+        tile_bytes = usual_tile_bytes(self.num_bytes, least=least, slot_bytes=self._slot_bytes)
+        num_tiles = 0
+        for share in self._joined:
+            group, span = self._engine.group(share.group), self._spans[share.group]
+            num_tiles += len(cut_into_tiles(share, group, span, tile_bytes=tile_bytes))
+        return self._slotted(descriptors=num_tiles, num_tiles=num_tiles)
+
+    def _slotted(self, *, descriptors: int, num_tiles: int) -> PathPlan:
+        return PathPlan(
+            descriptors=descriptors,
+            num_bytes=self._joined_bytes,
             num_tiles=num_tiles,
-            scattered_bytes=num_bytes,
+            scattered_bytes=self.num_bytes,
         )
-    if options.same_machine:
-        paths[Path.MAPPED] = whole
-    possible = [path for path, one in paths.items() if one]
-    chosen = choose_path(
-        possible,
-        num_bytes=num_bytes,
-        num_runs=num_runs,
-        repeated_bytes=repeated_bytes,
-        num_staged_runs=num_staged_runs,
-    )
-    reason = _reason(chosen, num_runs=num_runs, num_bytes=num_bytes, repeated_bytes=repeated_bytes)
-    holders = {one.prefill_rank for one in reads}
-    return Plan(
-        prefill=prefill,
-        decode=decode,
-        tokens=(first, stop),
-        num_bytes=num_bytes,
-        reads=reads,
-        unread_ranks=tuple(n for n in range(prefill.engine.num_ranks) if n not in holders),
-        paths=paths,
-        choice=chosen,
-        reason=reason,
-        seconds=Learned().predict_s(read.num_bytes if (read := paths[chosen]) else 0),
-        slot_bytes=options.slot_bytes,
-    )
+
+    def choose(self, paths: Collection[Path]) -> Path:
+        return choose_path(
+            paths,
+            num_bytes=self.num_bytes,
+            num_runs=self._num_runs,
+            repeated_bytes=self._repeated_bytes,
+            num_staged_runs=self._num_staged_runs,
+        )
+
+    def reason(self, choice: Path) -> str:
+        """Return why `choose` chose this path."""
+        long = bytes_text(LONG_RUN_BYTES)
+        if not self.num_bytes:
+            return "there is nothing to read"
+        if choice is Path.MAPPED:
+            return "memory that is mapped is copied once"
+        if choice is Path.DIRECT:
+            if has_long_runs(self.num_bytes, self._num_runs) and not self._repeated_bytes:
+                return f"runs have {long} or more"
+            is_small = is_little(self.num_bytes, self._num_runs)
+            return "it is so little" if is_small else "slots are too small"
+        if self._repeated_bytes:
+            return "several decode ranks read the same"
+        but = ", blocks have longer ones" if choice is Path.STAGED else ""
+        return f"runs are under {long}{but}"
 
 
-def _staged_tiles(
-    plans: tuple[StagedPlan, ...], spans: Spans, *, num_bytes: int, slot_bytes: int
-) -> list[tuple[StagedPlan, Span]]:
-    tile_bytes = usual_tile_bytes(num_bytes, least=1, slot_bytes=slot_bytes)
-    return [
-        (one, tile) for one in plans for tile in one.tiles(spans[one.group], tile_bytes=tile_bytes)
-    ]
+def _num_descriptors(num_runs: int, listed: Iterable[Runs]) -> int:
+    """Count the runs as NIXL gets them, merged with neighbours; only count too many to list."""
+    if num_runs > MAX_MERGED:
+        return num_runs
+    return sum(len(runs.reads().local) for runs in listed)
 
 
 class _Placed:
@@ -285,18 +356,9 @@ class _Placed:
         engine, layout = planned.engine, KvLayout(planned.axes)
         self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
         for group in engine.groups:
-            start, stop = spans.get(group.name, (0, 0))  # an optional group may be missing
-            first = start // group.block_size
-            needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
-            if needed > MAX_BLOCKS:
-                raise ConfigError(
-                    f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
-                    f"{MAX_BLOCKS} are allowed"
-                )
-            # Ids are distinct: the cache is a power of 2, and the distance is odd.
-            cache = num_blocks[group.name] = max(16, 1 << (2 * needed - 1).bit_length())
-            ids = np.arange(needed, dtype=np.int64) * (int(cache * step) | 1) % cache
-            self.tables[group.name] = BlockTable.of(ids, first_block=first)
+            span = spans.get(group.name, (0, 0))  # an optional group may be missing
+            table, cache_blocks = _scattered_table(group, span, step=step)
+            self.tables[group.name], num_blocks[group.name] = table, cache_blocks
         self.ranks: dict[int, PlacedRank] = {}
         for number in range(engine.num_ranks):
             rank = lay_out_rank(engine, number, layout, num_blocks=num_blocks)
@@ -305,41 +367,26 @@ class _Placed:
                 raise ConfigError(
                     f"--from, --to: a rank would have {segment.size_bytes} bytes of KV"
                 )
-            at = {segment.segment_id: (number + 1) * RANK_DISTANCE_BYTES}
             moved = tuple(region for region in rank.regions if region.group in spans)
             rank = msgspec.structs.replace(rank, regions=moved)
-            self.ranks[number] = PlacedRank(engine, rank, at)
+            address = (number + 1) * RANK_DISTANCE_BYTES
+            self.ranks[number] = PlacedRank(engine, rank, {segment.segment_id: address})
 
 
-def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:
-    for share in sorted(shares, key=lambda one: (one.reader, one.group, one.holder, one.layers)):
-        start, stop = spans[share.group]
-        if stop > start:
-            yield PlannedRead(
-                prefill_rank=share.holder,
-                decode_rank=share.reader,
-                group=share.group,
-                layers=share.layers,
-                parts=share.parts,
-                heads=(share.first_head, share.first_head + share.num_heads),
-                positions=(start, stop),
-                num_bytes=(stop - start) * position_bytes(share, decode.group(share.group)),
-            )
-
-
-def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int) -> str:
-    long = bytes_text(LONG_RUN_BYTES)
-    if not num_bytes:
-        return "there is nothing to read"
-    if chosen is Path.MAPPED:
-        return "memory that is mapped is copied once"
-    if chosen is Path.DIRECT:
-        is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
-        return f"runs have {long} or more" if is_long else "it is so little"
-    if repeated_bytes:
-        return "several decode ranks read the same"
-    but = ", blocks have longer ones" if chosen is Path.STAGED else ""
-    return f"runs are under {long}{but}"
+def _scattered_table(group: GroupSpec, span: Span, *, step: float) -> tuple[BlockTable, int]:
+    """Return the blocks of these positions, and the number of blocks in the cache."""
+    start, stop = span
+    first = start // group.block_size
+    needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
+    if needed > MAX_BLOCKS:
+        raise ConfigError(
+            f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
+            f"{MAX_BLOCKS} are allowed"
+        )
+    # Ids are distinct: the cache is a power of 2, and the distance is odd.
+    cache_blocks = max(16, 1 << (2 * needed - 1).bit_length())
+    ids = np.arange(needed, dtype=np.int64) * (int(cache_blocks * step) | 1) % cache_blocks
+    return BlockTable.of(ids, first_block=first), cache_blocks
 
 
 def _print(plan: Plan, console: Console) -> None:
@@ -374,7 +421,9 @@ def _print(plan: Plan, console: Console) -> None:
         once, often = bytes_text(packed.num_bytes), bytes_text(packed.scattered_bytes)
         console.print(f"packed reads what several decode ranks hold alike once: {once} for {often}")
     console.print(f"{plan.choice}: {plan.reason}; {HOW[plan.choice]}", style=CHOSEN)
-    console.print(f"about {time_text(plan.seconds)}, as agents assume that have not read yet")
+    console.print(
+        f"about {time_text(plan.seconds)}, at the rates that agents assume before their first read"
+    )
     console.print(Text(f"slots of {bytes_text(plan.slot_bytes)}"))
 
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from kvbus.agent.status import LIVE_S
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.keyring import KeyRing
 

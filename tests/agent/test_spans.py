@@ -22,8 +22,7 @@ from kvbus.agent.spans import (
 )
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol import Span
-from kvbus.table import History
-from kvbus.table.table import MAX_STEPS
+from kvbus.table.table import MAX_STEPS, History
 
 
 class Came:

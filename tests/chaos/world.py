@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, is_abort_by_ucx
 from tests.chaos.draws import Setting
 from tests.chaos.ledger import Ledger, Stops

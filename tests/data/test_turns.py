@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvbus.data.copiers import Copiers, CopyJob, Part
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.table import Key
+from kvbus.fair import Key
 from tests.agents import WITHIN_S, wait_until
 
 STOPPED = LocalError("stopped", code=ErrorCode.CANCELLED)

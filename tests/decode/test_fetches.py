@@ -43,11 +43,13 @@ from kvbus.table.events import (
     SendReply,
     Stopped,
 )
-from kvbus_decode import fetch
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.events import Ahead
+from kvbus_decode.fetch.table import FetchTable
 from tests.examples import num_examples
 
-ev = fetch.events
-LIMITS = fetch.FetchLimits(max_fetches=2, request_timeout_s=5.0, busy_retry_s=0.25)
+LIMITS = FetchLimits(max_fetches=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 MEETS = Rendezvous("transfer-id-of-32-characters-here", "tcp://p:1", request_id="r1")
 BUSY, TIMEOUT, STALE = ErrorCode.BUSY, ErrorCode.TIMEOUT, ErrorCode.STALE
@@ -153,7 +155,7 @@ def read_from(nixl: str) -> ev.ReadEnded:
 
 READY, READ, YES, HINT = ready(), read(), answered(COMMIT, Empty()), ev.OfferAdvanced("f1")
 MET = answered(MEET, TICKET)
-State = fetch.FetchState
+State = FetchState
 LAST_ASKED: dict[State, Request[Any]] = {State.AWAITING: MEET, State.COMMITTING: COMMIT}
 CANCEL = ev.CancelRequested("f1", "cancel")
 GIVE_UP = ev.CancelRequested("f1", "cancel", release_offer=True)
@@ -239,7 +241,7 @@ def _end(report: ev.ReportFetched) -> str:
     return fetched.outcome.value + how + is_open + attempts
 
 
-def tell(table: fetch.FetchTable, event: ev.Event, now: float) -> list[ev.Command]:
+def tell(table: FetchTable, event: ev.Event, now: float) -> list[ev.Command]:
     """An answer to `ACQUIRE` is the one to what its fetch has asked last."""
     known = table.live.get(event.fetch_id) if isinstance(event, ev.Answered) else None
     if known is None or not isinstance(event, ev.Answered) or event.message is not ACQUIRE:
@@ -253,15 +255,15 @@ def tell(table: fetch.FetchTable, event: ev.Event, now: float) -> list[ev.Comman
     return table.handle(event, now)
 
 
-Step = ev.Event | tuple[float, ev.Event] | tuple[float, ev.Event, list[str]] | fetch.FetchLimits
+Step = ev.Event | tuple[float, ev.Event] | tuple[float, ev.Event, list[str]] | FetchLimits
 
 
-def play(*steps: Step) -> fetch.FetchTable:
+def play(*steps: Step) -> FetchTable:
     """Tell a table each event; an event alone comes when the one before did."""
-    table, now = fetch.FetchTable(LIMITS), 0.0
+    table, now = FetchTable(LIMITS), 0.0
     for step in steps:
-        if isinstance(step, fetch.FetchLimits):
-            table = fetch.FetchTable(step)
+        if isinstance(step, FetchLimits):
+            table = FetchTable(step)
             continue
         what: Any = step if isinstance(step, tuple) else (now, step)
         now, event, *expected = what
@@ -282,10 +284,10 @@ def commands_of(kind: type[Any], *steps: Step, last: ev.Event, now: float = 0.0)
 
 
 TABLES = {"full": BlockTable.of([100, 101, 102, 103])}
-ALONE = known(ahead=fetch.Ahead(TABLES, acquires=False))
-BESIDE = known(ahead=fetch.Ahead(TABLES, acquires=True))
+ALONE = known(ahead=Ahead(TABLES, acquires=False))
+BESIDE = known(ahead=Ahead(TABLES, acquires=True))
 STATE = requested(has_state=True)
-PLACE = fetch.FetchLimits(num_places=1, patience_s=1.0)
+PLACE = FetchLimits(num_places=1, patience_s=1.0)
 LATE: list[ev.Event] = [
     *(renew_failed(TIMEOUT), renew_failed(STALE), grant(32, after=32), grant(32, after=8))
 ]
@@ -438,7 +440,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease granted to a fetch that drains goes back when it has drained":
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
     "an engine that has all tokens commits the offer without a read or a lease":
-        [(0, known(ahead=fetch.Ahead(TABLES, acquires=True), first_token=32),
+        [(0, known(ahead=Ahead(TABLES, acquires=True), first_token=32),
           ["hold", "commit with blocks"])],
     # whose turn it is
     "a fetch beyond the bound holds its peer and acquires nothing":
@@ -847,7 +849,7 @@ class Peers:
 
     def __init__(self, draw: st.DataObject, event: ev.Requested, num_ready: int) -> None:
         self.draw, self.now = draw, 0.0
-        self.table = fetch.FetchTable(LIMITS)
+        self.table = FetchTable(LIMITS)
         self.boot, self.data, self.epoch, self.num_ready = 0, 0, 0, num_ready
         self.leases: set[int] = set()
         self.granted_to: dict[int, int] = {}
@@ -988,9 +990,7 @@ ALTERED = {"full": BlockTable.of([7, 101, 102, 103])}
 @given(st.data())
 def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObject) -> None:
     ahead = data.draw(
-        st.sampled_from(
-            [None, fetch.Ahead(TABLES, acquires=True), fetch.Ahead(ALTERED, acquires=False)]
-        )
+        st.sampled_from([None, Ahead(TABLES, acquires=True), Ahead(ALTERED, acquires=False)])
     )
     first = requested(chunk_tokens=data.draw(st.sampled_from([0, 8])), boot="boot 0")
     if ahead is not None:

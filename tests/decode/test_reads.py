@@ -13,8 +13,8 @@ import pytest
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table.events import DeadlinePassed, Stopped
-from kvbus_decode import fetch
 from kvbus_decode import read_table as read
+from kvbus_decode.fetch import events
 
 ev = read
 Stage = read.TransferState
@@ -90,7 +90,7 @@ def compared(number: int = 0, error: KVBusError | None = None) -> Make:
 
 
 def stopped(of: Chunk) -> ev.Event:
-    return fetch.events.StopReads(of.key)
+    return events.StopReads(of.key)
 
 
 def gone(engine: str = "engine") -> Make:
@@ -122,7 +122,7 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
                 words.append(f"release {command.slot_ids[0]}")
             case ev.ReplaceDataProcess():
                 words.append("replace")
-            case fetch.events.ReadEnded():
+            case events.ReadEnded():
                 error = "" if command.error is None else f" {command.error.code}"
                 words.append(f"end {command.num_bytes} {command.path}{error}".replace("  ", " "))
             case ev.Begin():

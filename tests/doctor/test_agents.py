@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from kvbus.spawn import free_port
 from tests.agents import Agents, write_config
 from tests.doctor.running import Findings, doctor, severities

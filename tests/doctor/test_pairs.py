@@ -5,7 +5,7 @@ from functools import partial
 import anyio
 import pytest
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents, until
 from tests.doctor.running import Findings, doctor, severities
 from tests.engines import engine, failure_of, make_spec, pair, works

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
-from kvbus.keys import Role, revoke_trusted
-from kvbus.protocol import CancelPart, FetchPart, to_body
+from kvbus.keys.trusted import revoke_trusted
+from kvbus.protocol import CancelPart, FetchPart, Role, to_body
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST, Link
 from tests.engines import (

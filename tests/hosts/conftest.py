@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
 from tests.keyring import KeyRing

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvbus.errors import ErrorCode, FetchFailed
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess
 from tests.engines import Engine, begin, engine, failure_of, pair, works
 from tests.hosts.conftest import Network

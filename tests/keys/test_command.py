@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.keys import read_secret
+from kvbus.keys.files import read_secret
 
 
 def keys(*arguments: object) -> Result:

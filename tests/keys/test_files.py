@@ -11,15 +11,9 @@ import pytest
 
 from kvbus.bus import new_key_pair
 from kvbus.errors import ConfigError
-from kvbus.keys import (
-    Role,
-    TrustedKey,
-    TrustedKeys,
-    read_secret,
-    revoke_trusted,
-    write_secret,
-    write_trusted,
-)
+from kvbus.keys.files import read_secret, write_secret
+from kvbus.keys.trusted import TrustedKey, TrustedKeys, revoke_trusted, write_trusted
+from kvbus.protocol import Role
 
 PAIR, OTHER = new_key_pair(), new_key_pair()
 DECODE, NOBODY = frozenset((Role.DECODE,)), frozenset[Role]()
@@ -155,7 +149,8 @@ def test_what_a_full_disk_does_not_take_is_not_there_and_can_be_written_later(
 KILLED = """
 import os, sys
 from pathlib import Path
-from kvbus.keys import Role, TrustedKey, revoke_trusted, write_trusted
+from kvbus.keys.trusted import TrustedKey, revoke_trusted, write_trusted
+from kvbus.protocol import Role
 os.fsync = lambda _: os._exit(9)  # when all is written, and nothing is replaced
 path, key = Path(sys.argv[1]), sys.argv[2]
 if key == "decode-0":

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvbus.bus import new_key_pair
-from kvbus.keys import Role, TrustedKey, write_secret, write_trusted
+from kvbus.keys.files import write_secret
+from kvbus.keys.trusted import TrustedKey, write_trusted
+from kvbus.protocol import Role
 
 UID = 10001
 UNSHARE = shutil.which("unshare")
@@ -21,7 +23,8 @@ import os, sys
 from pathlib import Path
 from kvbus.agent.access import load_ticket_keys
 from kvbus.errors import ConfigError
-from kvbus.keys import TrustedKeys, read_secret
+from kvbus.keys.files import read_secret
+from kvbus.keys.trusted import TrustedKeys
 os.setgroups([int(sys.argv[2])]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 at = Path(sys.argv[1])
 trusted = TrustedKeys(at / "trusted")

@@ -70,6 +70,7 @@ def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
 
 
 WIDE = "kv_heads=8,head=128,layers=4"
+LARGE = "kv_heads=8,head=1024,layers=2"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ WIDE = "kv_heads=8,head=128,layers=4"
             "several decode ranks read the same",
         ),
         (["--same-machine"], (SMALL, SMALL), 32, "mapped", "memory that is mapped is copied once"),
+        (["--slot-bytes", "4096"], (LARGE, f"tp=4,{LARGE}"), 70, "direct", "slots are too small"),
     ],
 )
 def test_the_rule_is_named(
@@ -99,7 +101,6 @@ def test_the_rule_is_named(
     assert found["seconds"] == 1e-3 + found["paths"][path]["bytes"] / 8e9
 
 
-LARGE = "kv_heads=8,head=1024,layers=2"
 MANY_BLOCKS: Sides = dict.fromkeys(("prefill", "decode"), f"block=1,{SMALL}")
 HUGE: Sides = dict.fromkeys(("prefill", "decode"), "kv_heads=4096,head=65536,layers=512,dtype=f32")
 

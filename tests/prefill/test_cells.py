@@ -21,7 +21,8 @@ from kvbus.protocol import (
     PeerWithdraw,
     Ticket,
 )
-from kvbus_prefill import offer
+from kvbus_prefill.offer import events
+from kvbus_prefill.offer.table import OfferTable
 from tests.examples import num_examples
 from tests.prefill.test_offers import (
     COMPLETED,
@@ -42,7 +43,7 @@ from tests.prefill.test_offers import (
 )
 
 TICKET = SEALED.ticket
-REVOKED = offer.events.CellsRevoked("engine")
+REVOKED = events.CellsRevoked("engine")
 """The key of a reader that may write to the cells."""
 
 
@@ -155,8 +156,8 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
     [
         (acquired(), [ErrorCode.OFFER_COMPLETED]),
         (taken(token="other"), [ErrorCode.OFFER_COMPLETED]),
-        (offer.events.CellCommitted("o1", "own"), []),
-        (offer.events.CellsChecked(), []),
+        (events.CellCommitted("o1", "own"), []),
+        (events.CellsChecked(), []),
         (WITHDRAW, ["ok"]),
         (asked(PeerWithdraw(**OF, secret=SECRET)), ["ok"]),
         (REVOKED, []),
@@ -169,7 +170,7 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
 def test_an_offer_that_was_taken_by_its_cell_is_completed_by_whatever_comes(
     event: Any, answer: list[Any]
 ) -> None:
-    page, table = Page(), offer.OfferTable(LIMITS)
+    page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
     assert page.cell(ticket).commit("own")
@@ -177,14 +178,14 @@ def test_an_offer_that_was_taken_by_its_cell_is_completed_by_whatever_comes(
     words = said(table.handle(event, 8.0 if event is DUE else 1.0))
 
     assert sorted(words) == sorted([COMPLETED, *answer])
-    assert said(table.handle(offer.events.CellCommitted("o1", "own"), 9.0)) == [], "it comes behind"
+    assert said(table.handle(events.CellCommitted("o1", "own"), 9.0)) == [], "it comes behind"
     assert said(table.handle(taken(token="own"), 9.0)) == ["ok"], "that is its commit"
     assert said(table.handle(taken(token="late"), 9.0)) == [ErrorCode.OFFER_COMPLETED]
 
 
 @pytest.mark.parametrize("state", ["live", "taken by another", "closed by the engine", "closed"])
 def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) -> None:
-    page, table = Page(), offer.OfferTable(LIMITS)
+    page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
     match state:
@@ -196,9 +197,9 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
             table.handle(acquired(), 0.5)
     cells = list(page.cells)
     if state != "taken by another":
-        assert said(table.handle(offer.events.CellsChecked(), 1.0)) == []
+        assert said(table.handle(events.CellsChecked(), 1.0)) == []
 
-    said_so = [table.handle(offer.events.CellCommitted(one, "other"), 1.0) for one in ("o1", "o2")]
+    said_so = [table.handle(events.CellCommitted(one, "other"), 1.0) for one in ("o1", "o2")]
 
     assert said_so == [[], []]
     assert page.cells == cells
@@ -209,7 +210,7 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
     "event", [acquired(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
 )
 def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_cell_first(event: Any) -> None:
-    page, table = Page(), offer.OfferTable(LIMITS)
+    page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
 
@@ -219,7 +220,7 @@ def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_cell_first(eve
 
 
 def test_who_has_no_right_and_who_only_asks_leave_the_cell_alone() -> None:
-    page, table = Page(), offer.OfferTable(LIMITS)
+    page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
     for wrong in (acquired(secret="wrong"), taken(secret="wrong"), asked(AwaitOffer(SECRET, 1.0))):
@@ -233,7 +234,7 @@ def test_an_offer_whose_engine_has_closed_the_cell_is_lost_before_its_end_is_hea
     event: Any,
 ) -> None:
     """The take of a reader that has read what was written since may come first."""
-    page, table = Page(), offer.OfferTable(LIMITS)
+    page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
     page.names.close(ticket.cell)
@@ -266,12 +267,12 @@ class Played:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.table, self.oracle = offer.OfferTable(LIMITS), offer.OfferTable(LIMITS)
+        self.table, self.oracle = OfferTable(LIMITS), OfferTable(LIMITS)
         made, self.ticket = opened_with(self.page)
         self.tell(self.table, made)
         self.tell(self.oracle, SEALED)
 
-    def tell(self, table: offer.OfferTable, event: Any) -> list[Any]:
+    def tell(self, table: OfferTable, event: Any) -> list[Any]:
         """The answers."""
         words = said(table.handle(event, self.now))
         self.epoch = max([self.epoch, *(int(one[6:]) for one in words if str(one)[:6] == "begin ")])
@@ -284,7 +285,7 @@ class Played:
             return  # who has it asks no more
         match what:
             case "cell" if self.page.cell(self.ticket).commit(reader):
-                self.behind.append(offer.events.CellCommitted("o1", reader))
+                self.behind.append(events.CellCommitted("o1", reader))
                 assert self.tell(self.oracle, event) == ["ok"]
                 return
             case "late":

@@ -8,12 +8,13 @@ import pytest
 from kvbus.geometry import BlockTable
 from kvbus.protocol import AwaitedOffer, AwaitOffer, Decline, MakeOffer, OfferMade, WithdrawOffer
 from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply
-from kvbus_prefill import offer
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferLimits
+from kvbus_prefill.offer.table import OfferTable
 from tests.prefill.tickets import ticket_for
 
-ev = offer.events
 NAME, OTHER, THIRD = "n" * 32, "m" * 32, "k" * 32
-LIMITS = offer.OfferLimits(max_offers=2, max_wait_s=5.0, engine_grace_s=2.0)
+LIMITS = OfferLimits(max_offers=2, max_wait_s=5.0, engine_grace_s=2.0)
 
 
 def id_of(name: str) -> str:
@@ -59,9 +60,9 @@ def told(commands: list[ev.Command]) -> dict[str, str]:
 Step = ev.Event | tuple[float, ev.Event, dict[str, str]]
 
 
-def play(*steps: Step) -> offer.OfferTable:
+def play(*steps: Step) -> OfferTable:
     """Tell a table each event; nobody is told anything by one that comes alone."""
-    table, now = offer.OfferTable(LIMITS), 0.0
+    table, now = OfferTable(LIMITS), 0.0
     for step in steps:
         now, event, expected = step if isinstance(step, tuple) else (now, step, {})
         assert told(table.handle(event, now)) == expected, (now, event)

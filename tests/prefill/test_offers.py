@@ -42,14 +42,13 @@ from kvbus.table.events import (
     Stopped,
 )
 from kvbus.table.table import KEPT_ANYWAY, KEPT_S
-from kvbus_prefill import offer
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferLimits
+from kvbus_prefill.offer.table import OfferTable
 from tests.prefill.tickets import ticket_for
 
-ev = offer.events
 SECRET, TOKEN, NAME = "secret", "token", "name"
-LIMITS = offer.OfferLimits(
-    max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2, max_denied=2
-)
+LIMITS = OfferLimits(max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2, max_denied=2)
 COMPLETED, WITHDRAWN, EXPIRED = Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED
 BUSY, STALE, FORBIDDEN = ErrorCode.BUSY, ErrorCode.STALE, ErrorCode.FORBIDDEN
 OFFER_OPEN, LEASE_EXPIRED = ErrorCode.OFFER_OPEN, ErrorCode.LEASE_EXPIRED
@@ -214,7 +213,7 @@ def said(commands: list[ev.Command]) -> list[Any]:
     return words
 
 
-def answer(table: offer.OfferTable, one: ev.Event | Wanted, now: float) -> list[Any]:
+def answer(table: OfferTable, one: ev.Event | Wanted, now: float) -> list[Any]:
     """What is said to an event, or to who asks for a tile, which changes nothing."""
     if not isinstance(one, Wanted):
         return said(table.handle(one, now))
@@ -232,9 +231,9 @@ What = ev.Event | Wanted
 Step = What | tuple[float, What] | tuple[float, What, list[Any]]
 
 
-def play(*steps: Step) -> offer.OfferTable:
+def play(*steps: Step) -> OfferTable:
     """Tell a table each event; an event alone comes when the one before did."""
-    table, now = offer.OfferTable(LIMITS), 0.0
+    table, now = OfferTable(LIMITS), 0.0
     for step in steps:
         now, one, *rest = step if isinstance(step, tuple) else (now, step)
         expected: Any = rest[0] if rest else None
@@ -605,13 +604,13 @@ def test_a_renewal_brings_the_blocks_that_the_reader_does_not_know_and_none_behi
     assert (after.num_tokens, after.tables) == (48, MORE.message.tables)
 
 
-def hand_over(table: offer.OfferTable, offer_id: str, now: float) -> None:
+def hand_over(table: OfferTable, offer_id: str, now: float) -> None:
     for event in (opened(offer_id), of(offer_id, acquired()), of(offer_id, held())):
         table.handle(event, now)
 
 
 def test_what_is_known_of_offers_that_ended_is_kept_for_a_minute_and_the_last_for_longer() -> None:
-    table, num_known = offer.OfferTable(), []
+    table, num_known = OfferTable(), []
 
     for number in range(3000):
         hand_over(table, f"o{number}", number / 20)
@@ -627,7 +626,7 @@ def test_what_is_known_of_offers_that_ended_is_kept_for_a_minute_and_the_last_fo
 
 
 def test_what_is_known_of_offers_that_ended_is_bounded_by_its_bytes() -> None:
-    table = offer.OfferTable(offer.OfferLimits(max_retired_bytes=50_000))
+    table = OfferTable(OfferLimits(max_retired_bytes=50_000))
 
     for number in range(100):
         hand_over(table, f"o{number}", 1.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents, until
 from tests.engines import Engine, begin, engine, make_spec, pair, works
 from tests.keyring import KeyRing

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvbus.keys import Role
-from kvbus.protocol import Ticket, TicketKeys
+from kvbus.protocol import Role, Ticket, TicketKeys
 from tests.agents import AgentProcess, Agents, agents_ended, started
 from tests.bus.conftest import bus, context, endpoint, hold
 from tests.keyring import KeyRing

@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
 from kvbus.errors import ErrorCode
-from kvbus.keys import Role
-from kvbus.protocol import REQUESTS, Outcome, Socket, Ticket
+from kvbus.protocol import REQUESTS, Outcome, Role, Socket, Ticket
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import begin, engine, failure_of, pair, spread_engine, works
 from tests.keyring import KeyRing, envelope, hand_over

@@ -18,7 +18,7 @@ import zmq
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from kvbus.spawn import Child, free_port
 from tests.agents import AgentProcess, Agents, until, wait_until, write_config
 from tests.doctor.played_agents import BOOT, told_by

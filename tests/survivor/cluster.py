@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, until
 from tests.engine_program import EngineConfig, EngineProcess, Told
 from tests.forked import can_fork

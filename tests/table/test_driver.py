@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.table import Driver, Promise
-from kvbus.table.table import Deadlines
+from kvbus.table.table import Deadlines, Driver, Promise
 
 
 class Clock:

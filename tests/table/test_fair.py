@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
-from kvbus.table import FAIR_TURN, FairPool, FairQueue, Key, Permits
+from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Permits
 from tests.examples import num_examples
 
 PRIORITIES = st.integers(-2, 2) | st.integers(-(2**31), 2**31 - 1)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvbus.table import transitions
-from kvbus_decode import fetch
+from kvbus.table.table import transitions
+from kvbus_decode.fetch import events
+from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.table import FetchTable
 from tests.moves import MoveError, enforce
 
 
@@ -39,8 +41,8 @@ def test_a_handler_that_leaves_the_states_of_its_row_fails(
 
 
 def test_the_tables_of_the_product_are_checked_here() -> None:
-    states = fetch.FetchState
-    row = fetch.FetchTable.transitions[states.READING, fetch.events.StepFailed]
+    states = FetchState
+    row = FetchTable.transitions[states.READING, events.StepFailed]
 
     assert row.to == (states.RETRYING, states.DRAINING)
     assert hasattr(row.handler, "__wrapped__")

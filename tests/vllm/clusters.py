@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.keyring import KeyRing
 from tests.vllm.calls import Call

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
 
-from kvbus.keys import Role
+from kvbus.protocol import Role
 from tests.agents import Agents, agents_ended, wait_until
 from tests.keyring import KeyRing
 from tests.vllm.clusters import signing_keys

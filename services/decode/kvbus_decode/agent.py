@@ -14,14 +14,15 @@ from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.geometry import check_fetched
 from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
-from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
-from kvbus_decode.chunk import FetchResources, check_tables
+from kvbus.table.table import Driver
+from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
@@ -183,7 +184,9 @@ class DecodeService(Service):
                 f"first_token {first_token} is behind num_tokens {num_tokens}",
                 field="first_token",
             )
-        check_tables(engine, asked.tables, first_token, num_tokens)
+        check_fetched(
+            engine.spec, asked.tables, first_token, num_tokens, num_blocks=engine.num_blocks
+        )
         if asked.at_most and (engine.others or any(group.window for group in engine.spec.groups)):
             raise LocalError(
                 "at_most is not for engines with windows, or with ranks at other agents",

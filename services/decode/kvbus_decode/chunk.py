@@ -1,7 +1,7 @@
 """Resources of a fetch, and its chunks: tokens that are read together."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbus.agent.engine import LocalEngine
@@ -45,24 +45,6 @@ class FetchResources:
     def reads_from(self, remote: RemoteAgent) -> bool:
         sources = self.route.sources if self.route is not None else ()
         return any(one.remote is remote for one in sources) or remote.peer in self.peers[1:]
-
-
-def check_tables(
-    engine: LocalEngine, tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
-) -> None:
-    """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need.
-
-    A fetch of no tokens may still read states. An unwanted optional group has an empty table.
-    """
-    engine.check_tables(tables)
-    for group in engine.spec.groups:
-        table = tables[group.name]
-        if group.optional and not len(table):
-            continue
-        start, stop = group.positions(first_token, num_tokens)
-        if group.state and num_tokens and len(table):
-            start, stop = 0, 1
-        table.check_covers(start, stop, group.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from kvbus.protocol.peer import (
     ReportCommits,
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.table import Promise
+from kvbus.table.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev

@@ -20,7 +20,7 @@ from kvbus.agent.spans import (
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.tools import OtherAgent, Span, Status, Trace, TraceResult, trace_attributes
-from kvbus.table import History
+from kvbus.table.table import History
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
 from kvbus_decode.fetch.table import FetchTable

@@ -21,7 +21,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.protocol.engine import AgentRanks, Fetched
 from kvbus.protocol.message import Empty, Role, refusal, to_body
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
-from kvbus.table import Promise
+from kvbus.table.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev

@@ -16,8 +16,7 @@ from kvbus.planning import (
 from kvbus.protocol.tools import Cost, Predicted
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch import Ahead
-from kvbus_decode.fetch.events import Requested
+from kvbus_decode.fetch.events import Ahead, Requested
 from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 

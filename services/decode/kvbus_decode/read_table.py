@@ -31,8 +31,9 @@ from typing import Any, Optional
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
-from kvbus.table import FairPool, History, Key, Table, transitions
+from kvbus.fair import FairPool, Key
 from kvbus.table.events import DeadlinePassed, Stopped, Value
+from kvbus.table.table import History, Table, transitions
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99

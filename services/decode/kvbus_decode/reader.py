@@ -16,8 +16,8 @@ from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.data.messages import HOST
 from kvbus.planning import Path, Share, cut_for_digests, cut_into_tiles
-from kvbus.table import Driver, History, Promise
 from kvbus.table.events import Stopped
+from kvbus.table.table import Driver, History, Promise
 from kvbus_decode import read_table as ev
 from kvbus_decode.chunk import Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig

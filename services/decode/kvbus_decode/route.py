@@ -11,9 +11,11 @@ from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import HOST, AddPlan, AddRemote, RemoveMemory, RemovePlan
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
+    NO_BLOCKS,
     BlockTable,
     EngineSpec,
     RankSpec,
+    check_readable,
     validate_engine,
     validate_rank,
     validate_ranks,
@@ -159,9 +161,8 @@ class Route:
         for group in self.prefill.groups:
             start, stop = spans.get(group.name, (0, 0))
             if start < stop:
-                table = tables.get(group.name, BlockTable(b""))
-                table.check_below(self._num_blocks[group.name])
-                table.check_holds(start, stop, group.block_size, group=group.name)
+                table, num_blocks = tables.get(group.name, NO_BLOCKS), self._num_blocks[group.name]
+                check_readable(group, table, (start, stop), num_blocks=num_blocks)
 
     def num_bytes(self, spans: Spans) -> int:
         return span_bytes(self._position_bytes, spans)

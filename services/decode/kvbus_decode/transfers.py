@@ -22,7 +22,7 @@ from kvbus.errors import (
     TransferFailed,
 )
 from kvbus.memory.run_copy import copy_runs
-from kvbus.table import Promise
+from kvbus.table.table import Promise
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.read_table import (
     COPYING,

@@ -15,8 +15,8 @@ from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Quota, new_secret
 from kvbus.data import messages as wire
 from kvbus.data.client import ProgressToken
-from kvbus.errors import ErrorCode, GeometryError, LocalError, TransferFailed
-from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.errors import ErrorCode, LocalError, TransferFailed
+from kvbus.geometry import BlockTable, check_offered
 from kvbus.planning import check_compatible
 from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import (
@@ -44,14 +44,13 @@ from kvbus.protocol.peer import (
 )
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
-from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
+from kvbus.table.table import Driver
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing, check_read_from
 from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.observe import READINGS, OfferHistories, PrefillMetrics
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import NO_BLOCKS
 from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
@@ -320,7 +319,7 @@ class PrefillService(Service):
 
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
-        check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
+        _check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, max_blocks = self._agent.identity, self._config.ticket_blocks
         may_have_cell = offer.cell and offer.sealed and offer.readers == 1
         cells = engine.cells if may_have_cell else None
@@ -363,9 +362,9 @@ class PrefillService(Service):
         if offer is not None and offer.engine_id == engine.engine_id:
             match message:
                 case ExtendOffer(num_tokens=num_tokens, tables=more):
-                    check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
+                    _check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
                 case SealOffer():
-                    check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
+                    _check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
         changed = ev.Asked(message=message, reply_to=call, engine_id=engine.engine_id)
         self._driver.dispatch(changed)
 
@@ -437,28 +436,8 @@ def _cancel_request(cancel: CancelRequest, call: Call) -> None:
     call.reply(Empty())
 
 
-def check_tables(
+def _check_tables(
     engine: LocalEngine, tables: Mapping[str, BlockTable], num_tokens: int, *, sealed: bool
 ) -> None:
-    """Raise `GeometryError` unless ``tables`` hold what ``num_tokens`` tokens need of each group.
-
-    In an open offer, a group without tokens needs no table. A group with a window may lack blocks
-    that its end does not need.
-    """
-    engine.check_tables(tables, all_groups=sealed)
-    for group in engine.spec.groups:
-        _check_table(group, tables.get(group.name, NO_BLOCKS), num_tokens, sealed=sealed)
-
-
-def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:
-    given = table.first_block + len(table)
-    if group.state and given > 1:
-        raise GeometryError(
-            f"group '{group.name}' is a state: its table has one block, not {given}", given=given
-        )
-    if group.window is None and table.first_block:
-        raise GeometryError(f"group '{group.name}' has no window, its table must start at block 0")
-    start, stop = group.positions(0, num_tokens)
-    if not sealed:
-        start = max(start, table.first_block * group.block_size)
-    table.check_holds(start, stop, group.block_size, group=group.name)
+    num_blocks = engine.num_blocks
+    check_offered(engine.spec, tables, num_tokens, sealed=sealed, num_blocks=num_blocks)

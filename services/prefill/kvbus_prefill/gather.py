@@ -17,7 +17,7 @@ from kvbus.bus import Call, Handlers, Quota
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, ProgressToken
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.geometry import GroupSpec, slot_bytes, slot_region
+from kvbus.geometry import GroupSpec, check_exact, slot_bytes, slot_region
 from kvbus.planning import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (
@@ -28,8 +28,8 @@ from kvbus.protocol.peer import (
     Pack,
     Unpack,
 )
-from kvbus.table import Driver, Promise
 from kvbus.table.events import EngineLost, Stopped
+from kvbus.table.table import Driver, Promise
 from kvbus_prefill import slots
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.observe import PrefillMetrics
@@ -311,7 +311,7 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, Grou
 
     The copy itself refuses positions that the rank does not hold, before any byte moves.
     """
-    tile, table = asked.tile, asked.table
+    tile = asked.tile
     memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
     if memory is None:
         raise GeometryError(
@@ -324,8 +324,8 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, Grou
         raise GeometryError(
             f"no group '{tile.group}', the engine has {', '.join(sorted(groups))}", field="group"
         )
-    table.check_covers(tile.start, tile.stop, group.block_size)
-    table.check_ids(memory.num_blocks.get(group.name, 0))
+    num_blocks = memory.num_blocks.get(group.name, 0)
+    check_exact(group, asked.table, (tile.start, tile.stop), num_blocks=num_blocks)
     return memory, group
 
 

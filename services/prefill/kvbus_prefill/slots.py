@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.geometry import BlockTable
+from kvbus.fair import FairPool, Key
+from kvbus.geometry import NO_BLOCKS
 from kvbus.protocol.peer import Pack, Packed
-from kvbus.table import Context as AnyContext
-from kvbus.table import FairPool, History, Key, Table, transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped, Value
+from kvbus.table.table import Context as AnyContext
+from kvbus.table.table import History, Table, transitions
 
 
 class SlotState(StrEnum):
@@ -184,7 +185,7 @@ class SlotEntry:
         return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
-        pack = replace(self.asked.pack, table=BlockTable(b""))
+        pack = replace(self.asked.pack, table=NO_BLOCKS)
         self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.fair import Key
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.message import Request
 from kvbus.protocol.peer import Acquire, Commit, CommitAnswer, Granted
-from kvbus.table import Context as AnyContext
-from kvbus.table import History, Key
+from kvbus.table.table import Context as AnyContext
+from kvbus.table.table import History
 from kvbus_decode.fetch import events as ev
 
 

@@ -1,9 +1,10 @@
 """The table of all fetches of one decode agent: admission, deadlines and dispatch (sans-IO)."""
 
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.fair import FairPool
 from kvbus.protocol.peer import Acquire, Granted
-from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
+from kvbus.table.table import Context, Table
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
 from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve, start

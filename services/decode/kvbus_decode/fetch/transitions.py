@@ -34,8 +34,8 @@ from kvbus.protocol.peer import (
     Renew,
 )
 from kvbus.protocol.ticket import Ticket
-from kvbus.table import transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, SendReply, Stopped
+from kvbus.table.table import transitions
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, LEASED, STAGES, Context, FetchEntry, FetchState
 

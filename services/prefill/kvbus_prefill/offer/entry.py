@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import BlockTable
+from kvbus.geometry import NO_BLOCKS, BlockTable
 from kvbus.protocol.commit_cell import CommitCell, commit_mark
 from kvbus.protocol.engine import Outcome, Released
 from kvbus.protocol.message import check_right
@@ -23,11 +23,9 @@ from kvbus.protocol.peer import (
 )
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
-from kvbus.table import Context as AnyContext
-from kvbus.table import History
+from kvbus.table.table import Context as AnyContext
+from kvbus.table.table import History
 from kvbus_prefill.offer import events as ev
-
-NO_BLOCKS = BlockTable(b"")
 
 
 class OfferState(StrEnum):

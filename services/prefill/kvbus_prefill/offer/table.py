@@ -19,8 +19,8 @@ from kvbus.protocol.peer import (
     Release,
     Renew,
 )
-from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
+from kvbus.table.table import Table
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands

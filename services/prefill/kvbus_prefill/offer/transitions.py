@@ -26,7 +26,6 @@ from kvbus.protocol.peer import (
     Release,
     Renew,
 )
-from kvbus.table import transitions
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -35,6 +34,7 @@ from kvbus.table.events import (
     SendReply,
     Stopped,
 )
+from kvbus.table.table import transitions
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import Context, Lease, OfferEntry, OfferState
 from kvbus_prefill.offer.events import Commands
