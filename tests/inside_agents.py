@@ -12,9 +12,8 @@ import anyio
 import pytest
 
 from kvbus.agent.config import AgentConfig
-from kvbus.agent.data_plane import UCX_INTERFACES, DataPlane
+from kvbus.agent.data_plane import UCX_INTERFACES
 from kvbus.agent.runtime import Runtime, ServiceFactory
-from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.data.channel import channel_to_data
 from kvbus.data.child import spawner
@@ -44,21 +43,16 @@ async def inside_agent(
         )
         try:
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(
-                    role=role,
-                    config=config,
+                runtime = await Runtime.start(
+                    role,
+                    config,
+                    make_service,
                     boot=new_boot_id(),
-                    data=data,
+                    context=context,
                     tasks=tasks,
-                    staging=StagingDevices(
-                        data,
-                        staging_bytes=config.staging_bytes,
-                        slot_bytes=config.slot_bytes,
-                        only=config.exposure == "staging",
-                    ),
-                    data_plane=DataPlane((INTERFACE,), data),
+                    data=data,
+                    interfaces=(INTERFACE,),
                 )
-                await runtime.start(context, make_service)
                 yield runtime
                 runtime.service.stop()
                 tasks.cancel_scope.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections import OrderedDict
@@ -40,7 +41,7 @@ MAX_ENDED_NAMES = 4096
 
 
 class EngineUser(Protocol):
-    """The agent's service, as the directory of engines sees it."""
+    """User of the engines' memory."""
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """Handle that all of the engine has registered."""
@@ -55,8 +56,8 @@ class EngineUser(Protocol):
 class EngineDirectory:
     """All local engines, with the handlers of attach messages and of registration requests.
 
-    Engines are admitted after `open`. While the agent ``is_young``, engines of its previous process
-    may still register again.
+    ``server`` has the sessions of their processes. ``users`` are notified of each engine. While the
+    agent ``is_young``, engines of its previous process may still register again.
     """
 
     def __init__(
@@ -67,18 +68,18 @@ class EngineDirectory:
         bus_errors: BusErrors,
         lifeline: Lifeline,
         tasks: TaskGroup,
-        is_young: Callable[[], bool] = lambda: False,
+        identity: Welcome,
+        server: RequestServer,
+        publisher: EventPublisher,
+        is_young: Callable[[], bool],
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
+        self.users: list[EngineUser] = []
         self._new_segments = partial(Segments, data, staging, bus_errors)
         self._tasks, self._lifeline = tasks, lifeline
         self._is_young = is_young
+        self._identity, self._server, self._publisher = identity, server, publisher
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._is_open = anyio.Event()
-        self._identity: Welcome | None = None
-        self._server: RequestServer
-        self._publisher: EventPublisher
-        self._user: EngineUser
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
         self._by_boot: dict[str, EngineProcess] = {}
 
@@ -88,19 +89,6 @@ class EngineDirectory:
         sizes = (one.size_bytes for rank in ranks if rank.direct for one in rank.rank.segments)
         return sum(sizes)
 
-    def open(
-        self,
-        identity: Welcome,
-        *,
-        server: RequestServer,
-        publisher: EventPublisher,
-        user: EngineUser,
-    ) -> None:
-        """Admit engines from now on, and send them ``identity``."""
-        self._is_open.set()
-        self._identity, self._server = identity, server
-        self._publisher, self._user = publisher, user
-
     async def on_attach_message(
         self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
     ) -> dict[str, Any] | PassingAnswer:
@@ -108,8 +96,6 @@ class EngineDirectory:
         if not isinstance(body, dict):
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
-            with anyio.move_on_after(STARTS_WITHIN_S):
-                await self._is_open.wait()
             hello, life = from_body(Hello, body), self._lifeline.new_read_end()
             try:
                 return PassingAnswer(to_body(self._greet(connection, hello)), [life])
@@ -133,7 +119,7 @@ class EngineDirectory:
             return
         process.gone = True
         del self._by_boot[process.boot]
-        self._server.forget(process.boot)
+        self._server.sessions.end_boot(process.boot)
         if process.engine is not None:
             self._lose(process.engine, meant=process.detaching)
         else:
@@ -275,8 +261,6 @@ class EngineDirectory:
         call.reply(Empty())
 
     def _greet(self, connection: AttachConnection, hello: Hello) -> Welcome:
-        if self._identity is None:
-            raise LocalError("the agent is starting", code=ErrorCode.BUSY)
         if connection in self._by_connection or hello.boot in self._by_boot:
             raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
         if self._server.sessions.has_ended(hello.boot):
@@ -347,7 +331,8 @@ class EngineDirectory:
     def _announce(self, engine: LocalEngine) -> None:
         if engine.ready:
             self._tell("engine.ready", engine)
-            self._user.on_engine_ready(engine)
+            for user in self.users:
+                user.on_engine_ready(engine)
 
     def _tell(self, event: str, engine: LocalEngine, *, logged_as: str = "") -> None:
         name, instance = engine.engine_id, engine.instance
@@ -399,7 +384,8 @@ class EngineDirectory:
         for call in engine.waiting:
             call.refuse(engine_lost())
         self._tell("engine.lost", engine, logged_as="engine.detached" if meant else "")
-        self._user.on_engine_lost(engine)
+        for user in self.users:
+            user.on_engine_lost(engine)
         self._tasks.start_soon(self._give_back, engine)
 
     async def _give_back(self, engine: LocalEngine) -> None:
@@ -407,13 +393,37 @@ class EngineDirectory:
         for process in list(engine.processes):
             await self._discard(process)
             process.connection.hang_up()  # tells its processes that the bytes are released
-        if engine.is_direct:
-            await self._user.quiesce(engine)
+        for user in self.users if engine.is_direct else ():
+            await user.quiesce(engine)
         for process in engine.processes:
             process.segments.remove()
 
     async def _discard(self, process: EngineProcess) -> None:
         await guarded(process.segments.discard, partial(_log_kept, process))
+
+
+class Reception:
+    """Attach handlers of an agent that may still be starting: an early message waits."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._directory: asyncio.Future[EngineDirectory] = loop.create_future()
+
+    def open(self, directory: EngineDirectory) -> None:
+        self._directory.set_result(directory)
+
+    async def on_message(
+        self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
+    ) -> dict[str, Any] | PassingAnswer:
+        with anyio.move_on_after(STARTS_WITHIN_S):
+            await asyncio.shield(self._directory)
+        if not self._directory.done():
+            raise LocalError("the agent is starting", code=ErrorCode.BUSY)
+        return await self._directory.result().on_attach_message(connection, message, fds)
+
+    def on_closed(self, connection: AttachConnection) -> None:
+        if self._directory.done():
+            self._directory.result().on_attach_closed(connection)
 
 
 def _log_kept(process: EngineProcess, error: KVBusError) -> None:

@@ -5,12 +5,13 @@ import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 from msgspec import structs
 
 from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
@@ -22,10 +23,11 @@ from kvbus.agent.data_plane import (
     is_one_machine,
     restrict_ucx,
 )
-from kvbus.agent.engines import EngineDirectory
+from kvbus.agent.engines import EngineDirectory, Reception
 from kvbus.agent.http import AgentPages, HttpServer
-from kvbus.agent.observe import Refusals
+from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.processes import READINGS as PROCESS_READINGS
+from kvbus.agent.processes import ProcessReport
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import StatusReporter, without_place
@@ -42,6 +44,7 @@ from kvbus.data.client import DataProcess
 from kvbus.data.messages import Cut, Log
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import ENGINE_SOCKET, AttachServer, Lifeline
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
@@ -95,25 +98,21 @@ async def run_agent(
             new_context() as context,
         ):
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(
-                    role=role,
-                    config=config,
+                bus_errors = BusErrors()
+                bus_errors.install()  # stays until the process ends
+                runtime = await Runtime.start(
+                    role,
+                    config,
+                    make_service,
                     boot=boot,
-                    data=data,
+                    context=context,
                     tasks=tasks,
-                    staging=StagingDevices(
-                        data,
-                        staging_bytes=config.staging_bytes,
-                        slot_bytes=config.slot_bytes,
-                        only=config.exposure == "staging",
-                        nic_reads_gpu=has_rdma(interfaces),
-                    ),
-                    data_plane=DataPlane(interfaces, data),
+                    data=data,
+                    interfaces=interfaces,
                     access=access,
                     lifeline=lifeline,
+                    bus_errors=bus_errors,
                 )
-                runtime.bus_errors.install()  # stays until the process ends
-                await runtime.start(context, make_service)
                 settle_interpreter()
                 await runtime.end(signals)
                 tasks.cancel_scope.cancel()
@@ -136,69 +135,154 @@ def _log_request_failure(error: Exception, call: Call) -> None:
     log.error("request.failed", op=call.op, peer=call.session.boot[:8], exc_info=error)
 
 
-@dataclass(slots=True, kw_only=True)
-class Runtime(Agent):
-    role: AgentRole
-    config: AgentConfig
-    boot: str
-    engine_socket: RequestServer = field(init=False)
-    peer_socket: RequestServer = field(init=False)
-    service: Service = field(init=False)
-    report: StatusReporter = field(init=False)
-    http: HttpServer | None = None
+class Sockets(NamedTuple):
+    """The bound sockets of an agent."""
 
-    async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
-        self.context, self.loop = context, asyncio.get_running_loop()
-        self.folder = self.config.runtime_path
-        self.data.on_change, self.data.on_log = self._note_data, _log_data
-        self.data.on_cut = self._on_cut
-        self.tasks.start_soon(self.data.run)
-        self.engines = engines = EngineDirectory(
-            data=self.data,
-            staging=self.staging,
-            bus_errors=self.bus_errors,
-            lifeline=self.lifeline,
-            tasks=self.tasks,
-            is_young=partial(_is_before, self.loop, self.loop.time() + self.config.engine_wait_s),
+    engines: RequestServer
+    peers: RequestServer
+    publisher: EventPublisher
+
+    @classmethod
+    def bind(
+        cls,
+        config: AgentConfig,
+        boot: str,
+        *,
+        context: BusContext,
+        access: Access,
+        metrics: AgentMetrics,
+    ) -> "Sockets":
+        server = partial(RequestServer, context, boot=boot, on_fault=_log_request_failure)
+        engines = server(
+            f"ipc://{config.runtime_path / ENGINE_SOCKET}", on_refusal=Refusals(metrics).of_call
         )
+        with named("peer_bind"):
+            peers = server(
+                config.peer_bind,
+                options=access.options(PEER),
+                on_refusal=Refusals(metrics).of_call,
+            )
+        with named("events_bind"):
+            publisher = EventPublisher(
+                context,
+                config.events_bind,
+                boot=boot,
+                heartbeat_s=config.heartbeat_s,
+                options=access.options(EVENTS),
+            )
+        return cls(engines, peers, publisher)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """An agent that has started."""
+
+    config: AgentConfig
+    agent: Agent
+    sockets: Sockets
+    service: Service
+    report: StatusReporter
+
+    @classmethod
+    async def start(
+        cls,
+        role: AgentRole,
+        config: AgentConfig,
+        make_service: ServiceFactory,
+        *,
+        boot: str,
+        context: BusContext,
+        tasks: TaskGroup,
+        data: DataProcess,
+        interfaces: tuple[str, ...],
+        access: Access | None = None,
+        lifeline: Lifeline | None = None,
+        bus_errors: BusErrors | None = None,
+    ) -> "Runtime":
+        """Return once requests are answered. Raises `KVBusError`."""
+        loop, metrics, reception = asyncio.get_running_loop(), AgentMetrics(), Reception()
+        access, bus_errors = access or Access(), bus_errors or BusErrors()
         attach = AttachServer(
-            self.config.attach_path,
-            engines.on_attach_message,
-            engines.on_attach_closed,
-            on_refusal=Refusals(self.metrics).of_attach,
+            config.attach_path,
+            reception.on_message,
+            reception.on_closed,
+            on_refusal=Refusals(metrics).of_attach,
             max_connections=MAX_ENGINE_PROCESSES,
         )
-        await self.tasks.start(attach.serve)
-        self._bind()
-        self.sender = self._start_sender()
-        self.service = make_service(self)
-        self.report = StatusReporter(self.config, self, self.service)
-        self._serve_http()
-        await self.staging.open()
-        if not is_one_machine(self.config):
-            await self.data_plane.open()
-        engines.open(
-            self.identity, server=self.engine_socket, publisher=self.publisher, user=self.service
+        await tasks.start(attach.serve)  # first: its lock covers the engine socket
+        access.start(context, tasks, metrics)
+        sockets = Sockets.bind(config, boot, context=context, access=access, metrics=metrics)
+        identity = _identity(role, config, sockets, access.server_key)
+        staging = StagingDevices(
+            data,
+            staging_bytes=config.staging_bytes,
+            slot_bytes=config.slot_bytes,
+            only=config.exposure == "staging",
+            nic_reads_gpu=has_rdma(interfaces),
         )
+        engines = EngineDirectory(
+            data=data,
+            staging=staging,
+            bus_errors=bus_errors,
+            lifeline=lifeline or Lifeline(),
+            tasks=tasks,
+            identity=identity,
+            server=sockets.engines,
+            publisher=sockets.publisher,
+            is_young=partial(_is_before, loop, loop.time() + config.engine_wait_s),
+        )
+        agent = Agent(
+            context=context,
+            loop=loop,
+            tasks=tasks,
+            metrics=metrics,
+            access=access,
+            bus_errors=bus_errors,
+            data=data,
+            data_plane=DataPlane(interfaces, data),
+            processes=ProcessReport(data),
+            staging=staging,
+            folder=config.runtime_path,
+            identity=identity,
+            publisher=sockets.publisher,
+            engines=engines,
+            sender=_start_sender(config, identity, tasks),
+        )
+        service = make_service(agent)
+        runtime = cls(config, agent, sockets, service, StatusReporter(config, agent, service))
+        metrics.add_readings(partial(_bus_readings, attach, sockets), BUS_READINGS)
+        await runtime._serve(reception)
+        return runtime
+
+    async def _serve(self, reception: Reception) -> None:
+        agent, sockets, config = self.agent, self.sockets, self.config
+        agent.engines.users.append(self.service)
+        agent.data.on_change, agent.data.on_log = self._note_data, _log_data
+        agent.data.on_cut = self._on_cut
+        agent.tasks.start_soon(agent.data.run)
+        self._serve_http()
+        await agent.staging.open()
+        if not is_one_machine(config):
+            await agent.data_plane.open()
+        reception.open(agent.engines)
         self._take_requests()
         await self.service.start()
-        for owner in (self.engine_socket, self.peer_socket, self.publisher):
-            self.tasks.start_soon(owner.run)
-        self.tasks.start_soon(self.metrics.watch_loop_lag)
-        self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
-        self.metrics.add_readings(self._data_readings, DATA_READINGS)
-        self.access.on_change.append(self._end_sessions)
-        self.tasks.start_soon(self.data_plane.watch)
+        for owner in sockets:
+            agent.tasks.start_soon(owner.run)
+        agent.tasks.start_soon(agent.metrics.watch_loop_lag)
+        agent.metrics.add_readings(self._data_readings, DATA_READINGS)
+        agent.access.on_change.append(self._end_sessions)
+        agent.tasks.start_soon(agent.data_plane.watch)
         self.report.is_started = True
         log.info(
             "agent.started",
-            role=self.role.value,
-            attach=str(self.config.attach_path),
-            peer=self.identity.peer_endpoint,
-            events=self.identity.events_endpoint,
-            http=self.config.http_bind,
-            server_key=self.access.server_key,
-            data=list(self.data_plane.endpoints),
+            role=agent.identity.role.value,
+            attach=str(config.attach_path),
+            peer=agent.identity.peer_endpoint,
+            events=agent.identity.events_endpoint,
+            http=config.http_bind,
+            server_key=agent.access.server_key,
+            data=list(agent.data_plane.endpoints),
         )
 
     async def end(self, signals: Signals) -> None:
@@ -217,99 +301,38 @@ class Runtime(Agent):
                 drain.cancel_scope.cancel()
         left = {name: count for name, count in self.service.counts().items() if count}
         self.service.stop()
-        self.engine_socket.leave(Leaving())
+        self.sockets.engines.leave(Leaving())
         log.info("agent.drained", left=left)
 
     async def _drain(self, scope: anyio.CancelScope) -> None:
         await self.service.drained()
         scope.cancel()
 
-    def _bind(self) -> None:
-        self.access.start(self.context, self.tasks, self.metrics)
-        server = partial(RequestServer, self.context, boot=self.boot, on_fault=_log_request_failure)
-        self.engine_socket = server(
-            f"ipc://{self.folder / ENGINE_SOCKET}",
-            gate=self.engines.admit,
-            on_refusal=Refusals(self.metrics).of_call,
-        )
-        with named("peer_bind"):
-            self.peer_socket = server(
-                self.config.peer_bind,
-                gate=self.access.gate,
-                options=self.access.options(PEER),
-                on_refusal=Refusals(self.metrics).of_call,
-            )
-        with named("events_bind"):
-            self.publisher = EventPublisher(
-                self.context,
-                self.config.events_bind,
-                boot=self.boot,
-                heartbeat_s=self.config.heartbeat_s,
-                options=self.access.options(EVENTS),
-            )
-        self.identity = Welcome(
-            protocol=PROTOCOL_VERSION,
-            agent_id=self.config.agent_id,
-            agent_boot=self.boot,
-            role=self.role,
-            engine_endpoint=self.engine_socket.endpoint,
-            peer_endpoint=self._advertised(self.peer_socket.endpoint),
-            events_endpoint=self._advertised(self.publisher.endpoint),
-            server_key=self.access.server_key,
-        )
-
-    def _advertised(self, endpoint: str) -> str:
-        host = self.config.advertise_host
-        return f"tcp://{host}:{_port(endpoint)}" if host else endpoint
-
     def _note_data(self) -> None:
-        status = self.data.status()
+        agent, status = self.agent, self.agent.data.status()
         if status.pid:
             log.info("data.started", data_pid=status.pid, num_restarts=status.num_restarts)
             if status.num_restarts:
-                self.tasks.start_soon(self.staging.check)
-                self.engines.check_memory()
-            if self.data.is_open:
-                self.tasks.start_soon(self.data_plane.look_at_next)
-        elif not self.data.is_closing:
-            self.processes.note_end()
-            if self.data.was_replaced:
-                log.warning("data.ended", reason=status.last_end)
-            else:
-                log.error("data.ended", reason=status.last_end)
+                agent.tasks.start_soon(agent.staging.check)
+                agent.engines.check_memory()
+            if agent.data.is_open:
+                agent.tasks.start_soon(agent.data_plane.look_at_next)
+        elif not agent.data.is_closing:
+            agent.processes.note_end()
+            write = log.warning if agent.data.was_replaced else log.error
+            write("data.ended", reason=status.last_end)
 
     def _on_cut(self, cut: Cut) -> None:
-        if not self.engines.on_cut(cut):
+        if not self.agent.engines.on_cut(cut):
             self.service.on_cut(cut)
-
-    def _start_sender(self) -> "SpanSender | None":
-        """Return None without a collector; raise `ConfigError` without kvbus[otel]."""
-        if not self.config.otlp_endpoint:
-            return None
-        try:
-            from kvbus.agent.otlp import SpanSender  # noqa: PLC0415  # may not be installed
-        except ImportError as error:
-            raise ConfigError(
-                f"key 'otlp_endpoint': needs a package that is not here ({error.name}): "
-                "pip install 'kvbus[otel]'",
-                key="otlp_endpoint",
-            ) from error
-        resource = {
-            "service.name": f"kvbus-{self.role}",
-            "service.instance.id": self.boot,
-            "kvbus.agent_id": self.config.agent_id,
-        }
-        sender = SpanSender(self.config.otlp_endpoint, resource)
-        self.tasks.start_soon(sender.run)
-        return sender
 
     def _serve_http(self) -> None:
         token = load_http_token(self.config)
         if not self.config.http_bind:
             return
-        pages = AgentPages(self.loop, self.metrics.registry, report=self.report)
+        pages = AgentPages(self.agent.loop, self.agent.metrics.registry, report=self.report)
         with named("http_bind"):
-            self.http = HttpServer(self.config.http_bind, pages, token)
+            HttpServer(self.config.http_bind, pages, token)
 
     def _take_requests(self) -> None:
         def tell(asked: Status, call: Call) -> None:
@@ -319,29 +342,31 @@ class Runtime(Agent):
             elif (live := self.report.live()).done():
                 call.reply(structs.replace(told, faults=live.result().status.faults))
             else:
-                self.tasks.start_soon(self._tell_faults, told, live, call)
+                self.agent.tasks.start_soon(self._tell_faults, told, live, call)
 
         def tell_peer(asked: Status, call: Call) -> None:
-            if self.peer_socket.knows(call):
+            if self.sockets.peers.knows(call):
                 tell(asked, call)
             else:
                 call.reply(without_place(self.report.status(asked)))
 
-        self.engine_socket.on(
+        self.sockets.engines.on(
             {
                 Register: self._register,
-                AwaitReady: self.engines.await_ready,
-                Detach: self.engines.detach,
+                AwaitReady: self.agent.engines.await_ready,
+                Detach: self.agent.engines.detach,
                 Status: tell,
                 **self.service.engine_handlers(),
-            }
+            },
+            gate=self.agent.engines.admit,
         )
-        self.peer_socket.on(
+        self.sockets.peers.on(
             {
                 Status: tell_peer,
                 Trace: lambda asked, call: call.reply(self.report.trace(asked)),
                 **self.service.peer_handlers(),
-            }
+            },
+            gate=self.agent.access.gate,
         )
 
     async def _tell_faults(self, told: AgentStatus, made: Future[Live], call: Call) -> None:
@@ -351,36 +376,77 @@ class Runtime(Agent):
     def _end_sessions(self, lost: frozenset[str]) -> None:
         """End the sessions of keys that lost a role; all subscribers must reconnect."""
         for key in lost:
-            self.peer_socket.end_key(key)
-        self.publisher.hang_up()
+            self.sockets.peers.end_key(key)
+        self.sockets.publisher.hang_up()
 
     def _register(self, wanted: Register, call: Call) -> None:
         if self.report.is_draining:
             raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
-        if wanted.role not in (None, self.role):
+        role = self.agent.identity.role
+        if wanted.role not in (None, role):
             raise KVBusError(
-                f"this is a {self.role} agent, and the engine is a {wanted.role} engine",
+                f"this is a {role} agent, and the engine is a {wanted.role} engine",
                 code=ErrorCode.CONFIG,
-                agent=self.role.value,
+                agent=role.value,
                 engine=str(wanted.role),
             )
-        self.engines.register(wanted, call)
-
-    def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
-        servers = (self.engine_socket.counters, self.peer_socket.counters)
-        return {
-            "malformed_messages": sum(c.malformed for c in servers) + attach.num_malformed,
-            "bus_busy": sum(c.busy for c in servers),
-            "bus_repeats": sum(c.repeats_absorbed for c in servers),
-            "peer_pings": self.peer_socket.counters.pings,
-            "replies_dropped": sum(c.dropped for c in servers),
-            "attach_refused": attach.num_refused,
-        }
+        self.agent.engines.register(wanted, call)
 
     def _data_readings(self) -> dict[str, float]:
-        registered = self.engines.registered_bytes + self.staging.registered_bytes
-        is_open = self.data.is_open and self.data.is_running
-        return {**self.processes.readings(), "registered_bytes": registered * is_open}
+        registered = self.agent.engines.registered_bytes + self.agent.staging.registered_bytes
+        is_open = self.agent.data.is_open and self.agent.data.is_running
+        return {**self.agent.processes.readings(), "registered_bytes": registered * is_open}
+
+
+def _bus_readings(attach: AttachServer, sockets: Sockets) -> dict[str, float]:
+    servers = sockets.engines.counters, sockets.peers.counters
+    return {
+        "malformed_messages": sum(c.malformed for c in servers) + attach.num_malformed,
+        "bus_busy": sum(c.busy for c in servers),
+        "bus_repeats": sum(c.repeats_absorbed for c in servers),
+        "peer_pings": sockets.peers.counters.pings,
+        "replies_dropped": sum(c.dropped for c in servers),
+        "attach_refused": attach.num_refused,
+    }
+
+
+def _identity(role: AgentRole, config: AgentConfig, sockets: Sockets, server_key: str) -> Welcome:
+    def advertised(endpoint: str) -> str:
+        host = config.advertise_host
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
+
+    return Welcome(
+        protocol=PROTOCOL_VERSION,
+        agent_id=config.agent_id,
+        agent_boot=sockets.peers.boot,
+        role=role,
+        engine_endpoint=sockets.engines.endpoint,
+        peer_endpoint=advertised(sockets.peers.endpoint),
+        events_endpoint=advertised(sockets.publisher.endpoint),
+        server_key=server_key,
+    )
+
+
+def _start_sender(config: AgentConfig, identity: Welcome, tasks: TaskGroup) -> "SpanSender | None":
+    """Return None without a collector; raise `ConfigError` without kvbus[otel]."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from kvbus.agent.otlp import SpanSender  # noqa: PLC0415  # may not be installed
+    except ImportError as error:
+        raise ConfigError(
+            f"key 'otlp_endpoint': needs a package that is not here ({error.name}): "
+            "pip install 'kvbus[otel]'",
+            key="otlp_endpoint",
+        ) from error
+    resource = {
+        "service.name": f"kvbus-{identity.role}",
+        "service.instance.id": identity.agent_boot,
+        "kvbus.agent_id": identity.agent_id,
+    }
+    sender = SpanSender(config.otlp_endpoint, resource)
+    tasks.start_soon(sender.run)
+    return sender
 
 
 def _log_data(line: Log) -> None:
@@ -389,7 +455,3 @@ def _log_data(line: Log) -> None:
 
 def _is_before(loop: asyncio.AbstractEventLoop, when: float) -> bool:
     return loop.time() < when
-
-
-def _port(endpoint: str) -> int:
-    return int(endpoint.rpartition(":")[2])

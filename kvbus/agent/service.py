@@ -1,7 +1,7 @@
 """The interface between the shared runtime (`Agent`) and a service (`Service`)."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.data.client import DataProcess
 from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.memory.attach import Lifeline
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.tools import Cost, PeerView, Predicted, Sharing
@@ -30,29 +29,25 @@ if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
     """The parts of an agent that its service may use; ``folder`` is for its sockets."""
 
-    data: DataProcess
+    context: BusContext
+    loop: asyncio.AbstractEventLoop
     tasks: TaskGroup
-    staging: StagingDevices
+    metrics: AgentMetrics
+    access: Access
+    bus_errors: BusErrors
+    data: DataProcess
     data_plane: DataPlane
-    access: Access = field(default_factory=Access)
-    lifeline: Lifeline = field(default_factory=Lifeline)
-    bus_errors: BusErrors = field(default_factory=BusErrors)
-    metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    context: BusContext = field(init=False)
-    loop: asyncio.AbstractEventLoop = field(init=False)
-    folder: Path = field(init=False)
-    engines: EngineDirectory = field(init=False)
-    identity: Welcome = field(init=False)
-    processes: ProcessReport = field(init=False)
-    publisher: EventPublisher = field(init=False)
-    sender: "SpanSender | None" = None
-
-    def __post_init__(self) -> None:
-        self.processes = ProcessReport(self.data)
+    processes: ProcessReport
+    staging: StagingDevices
+    folder: Path
+    identity: Welcome
+    publisher: EventPublisher
+    engines: EngineDirectory
+    sender: "SpanSender | None"
 
 
 class Service(EngineUser):

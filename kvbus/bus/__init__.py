@@ -3,11 +3,23 @@
 All calls must come from the event loop's thread.
 
     RequestClient.send ─▶ Pump ═══▶ Pump ─▶ RequestServer: session, call, gate ─▶ handler
-    on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer.answer ◀─ Call.reply ◀┘
+    on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer ◀──────── Call.reply ◀┘
 
     EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
+
+server      `RequestServer`: from a frame to its handler, and from the answer to a frame
+session     one sender, as handlers see it: `Session` and `Call`
+admission   which senders have a session, and which of their calls may wait
+client      `RequestClient`: requests, retries and deadlines
+connection  connection of a client: addresses, probes, loss of the peer
+events      `EventPublisher` and `EventSubscriber`
+sockets     ZeroMQ sockets with their options
+trust       keys, handshakes and allowed addresses
+pump        bridge from one socket to the event loop
+actor       base of the objects that own sockets
 """
 
+from kvbus.bus.admission import ServerLimits
 from kvbus.bus.client import (
     OnReply,
     RequestClient,
@@ -17,7 +29,8 @@ from kvbus.bus.client import (
     new_secret,
 )
 from kvbus.bus.events import EventListener, EventPublisher, EventSubscriber
-from kvbus.bus.server import Call, Handlers, Quota, RequestServer, ServerLimits, Session
+from kvbus.bus.server import Handlers, Quota, RequestServer
+from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import (
     BusContext,
     SocketOptions,

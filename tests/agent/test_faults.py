@@ -105,7 +105,7 @@ async def test_faults_that_many_ask_for_at_once_are_found_a_few_times(tmp_path: 
     """Each search reads all metrics and the newest handoffs, for milliseconds of the loop."""
     async with prefill_agent(tmp_path) as agent, agent.reader() as reader:
         collections = Collections()
-        agent.runtime.metrics.registry.register(collections)
+        agent.runtime.agent.metrics.registry.register(collections)
         collections.number = 0
         async with anyio.create_task_group() as tasks:
             for _ in range(200):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_forgotten_boot_is_answered_stale(bus: Bus) -> None:
     async with bus.pair() as (server, client):
         await client.ask(Ask(), timeout_s=20)
-        server.forget("client")
+        server.sessions.end_boot("client")
         with pytest.raises(RequestRefused) as failure:
             await client.ask(Ask(), timeout_s=20)
 

@@ -57,7 +57,7 @@ async def test_a_session_that_was_forgotten_is_not_notified(bus: Bus) -> None:
         await client.ask(Ask(), timeout_s=30)
         session = session_of(server, "client")
         session.on_unread = lambda: received.append(-1)
-        server.forget("client")
+        server.sessions.end_boot("client")
         session.notify("n", {})
 
     assert received == []

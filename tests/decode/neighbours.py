@@ -93,7 +93,7 @@ class Neighbours:
 
     def processes(self) -> list[Any]:
         """Those of all engines of both agents."""
-        directories = self.prefill.runtime.engines, self.decode.engines
+        directories = self.prefill.runtime.agent.engines, self.decode.agent.engines
         engines = [one for directory in directories for one in directory.engines.values()]
         return [process for one in engines for process in one.processes]
 

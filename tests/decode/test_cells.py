@@ -129,7 +129,7 @@ async def site_of(
                 yield site
             finally:
                 await anyio.to_thread.run_sync(link.close)
-            engines = decode.engines.engines.values()
+            engines = decode.agent.engines.engines.values()
             processes = [process for one in engines for process in one.processes]
         await until(lambda: all(map(given_back, processes)))
 

@@ -136,7 +136,7 @@ async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
             await fetch.ended
 
             addresses = both.the_memory().addresses[0]
-            local = both.prefill.runtime.engines.engines[spec.engine_id]
+            local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
             processes = list(local.processes)
             assert addresses.keys() == storages.keys()
             for number, one in enumerate(rank.segments):
@@ -148,7 +148,7 @@ async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_
     folder: Path,
 ) -> None:
     async with neighbours(folder) as both:
-        both.decode.bus_errors.install()
+        both.decode.agent.bus_errors.install()
         try:
             async with both.engines(memory=Memory(apart=True)) as (source, target):
                 assert await works(source, target)
@@ -163,7 +163,7 @@ async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_
                 await until(lambda: both.mapped == [])
                 assert "cut" in both.state
         finally:
-            both.decode.bus_errors.restore()
+            both.decode.agent.bus_errors.restore()
         async with both.engines() as (source, target):
             assert await works(source, target)
             (route,) = both.routes
@@ -194,7 +194,7 @@ def before_one_copy(both: Neighbours, patch: pytest.MonkeyPatch) -> Iterator[Non
     """End the memory before the next copy of this process, or while the data process has not begun
     one.
     """
-    is_over, data = Event(), both.decode.data
+    is_over, data = Event(), both.decode.agent.data
 
     def end_once() -> None:
         if not is_over.is_set():
@@ -235,7 +235,7 @@ async def test_a_copy_of_memory_that_ended_meanwhile_does_not_count_and_is_made_
 
 async def drop_the_peer(both: Neighbours, _: Any) -> None:
     """Its key is distrusted, which is none."""
-    for told in both.decode.access.on_change:
+    for told in both.decode.agent.access.on_change:
         told(frozenset({""}))
 
 
@@ -245,7 +245,7 @@ async def end_the_memory(_: Neighbours, memory: Any) -> None:
 
 
 async def lose_the_engine(both: Neighbours, _: Any) -> None:
-    (one,) = both.decode.engines.engines.values()
+    (one,) = both.decode.agent.engines.engines.values()
     one.lost = True  # its memory goes a little later
     both.decode.service.on_engine_lost(one)
 
@@ -288,7 +288,7 @@ async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
     folder: Path,
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
-        (local,) = both.decode.engines.engines.values()
+        (local,) = both.decode.agent.engines.engines.values()
         when_mapped(both, lose_the_engine)
         with capture_logs() as lines:
             offer, _ = await begin(source, target, 16)
@@ -317,7 +317,7 @@ async def test_a_decode_agent_keeps_nothing_of_an_engine_that_has_left(folder: P
             offer, fetch = await begin(source, target, MANY_TOKENS)
             await offer.withdraw()
             failure, left = await failure_of(fetch), target.spec.engine_id
-            kind = type(both.decode.engines.engines[left])
+            kind = type(both.decode.agent.engines.engines[left])
 
         def kept() -> list[Any]:
             gc.collect()

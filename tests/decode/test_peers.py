@@ -85,7 +85,7 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p") as source:
-        endpoint = source.runtime.identity.peer_endpoint
+        endpoint = source.runtime.agent.identity.peer_endpoint
         async with decode_agent(folder / "d", peers=[endpoint]) as target:
             both = Neighbours(source, target)
             async with both.engines() as engines:
@@ -109,7 +109,7 @@ async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p", shake_hands_ahead="anybody") as source:
-        port = source.runtime.identity.peer_endpoint.rpartition(":")[2]
+        port = source.runtime.agent.identity.peer_endpoint.rpartition(":")[2]
         listed = {"peers": [f"tcp://prefill:{port}"], "request_timeout_s": 0.3}
         async with decode_agent(folder / "d", **listed) as target:
             both = Neighbours(source, target)
@@ -178,15 +178,15 @@ async def test_a_process_elsewhere_does_not_take_over_the_name_of_a_nixl_agent(
     real, impostor = Data("peer/0000"), Data("peer/0000")
     try:
         async with decode_agent(folder / "d", path="direct") as target:
-            await target.data_plane.open()
-            peers = NixlPeers(target.data)
+            await target.agent.data_plane.open()
+            peers = NixlPeers(target.agent.data)
             theirs, others = (nixl_memory(one) for one in (real, impostor))
             known = await peers.add(theirs, ("tcp://10.0.0.1:1",), lambda _: {theirs})
             with capture_logs() as lines, pytest.raises(TransferFailed):
                 await peers.add(others, ("tcp://10.0.0.2:1",), lambda _: {others})
 
             assert known.memories == (theirs,)
-            assert target.data.knows(known.defined)
+            assert target.agent.data.knows(known.defined)
             assert [line for line in lines if line["event"] == "peer.renewed"] == []
     finally:
         real.end()

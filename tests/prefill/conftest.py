@@ -35,7 +35,7 @@ class HeldUp:
     """The data process of an agent, which is stopped: its jobs end only after `go_on`."""
 
     def __init__(self, agent: PrefillAgent) -> None:
-        self._data, self._pid = agent.runtime.data, agent.data_pid
+        self._data, self._pid = agent.runtime.agent.data, agent.data_pid
         os.kill(self._pid, signal.SIGSTOP)
 
     async def wait_begun(self) -> None:

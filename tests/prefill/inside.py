@@ -71,12 +71,12 @@ class PrefillAgent:
 
     @property
     def boot(self) -> str:
-        return self.runtime.boot
+        return self.runtime.agent.identity.agent_boot
 
     @property
     def data_pid(self) -> int:
         """The running data process."""
-        return self.runtime.data.status().pid
+        return self.runtime.agent.data.status().pid
 
     def read(self, address: int, num_bytes: int) -> bytes:
         """Bytes of the data process."""
@@ -89,7 +89,7 @@ class PrefillAgent:
 
     def local(self, source: Engine) -> LocalEngine:
         """The engine as the agent sees it."""
-        return self.runtime.engines.engines[source.spec.engine_id]
+        return self.runtime.agent.engines.engines[source.spec.engine_id]
 
     @asynccontextmanager
     async def engine(self, spec: EngineSpec | None = None, **shape: Any) -> AsyncIterator[Engine]:
@@ -102,7 +102,7 @@ class PrefillAgent:
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[Reader]:
         """A reader with a boot id of its own."""
-        endpoint = self.runtime.identity.peer_endpoint
+        endpoint = self.runtime.agent.identity.peer_endpoint
         client = RequestClient(self.context, endpoint, boot=new_boot_id())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.run)

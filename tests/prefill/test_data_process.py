@@ -77,9 +77,9 @@ def unsealed(num_bytes: int) -> BinaryIO:
 
 async def restarted(agent: PrefillAgent) -> None:
     """Have the agent's data process end, and return when the next one runs."""
-    boot = agent.runtime.data.boot
+    boot = agent.runtime.agent.data.boot
     kill(agent)
-    await until(lambda: agent.runtime.data.boot not in ("", boot))
+    await until(lambda: agent.runtime.agent.data.boot not in ("", boot))
 
 
 async def test_the_next_data_process_has_the_engine_again_and_packs_its_tiles(case: Case) -> None:
@@ -100,7 +100,7 @@ async def test_an_agent_that_inherits_many_open_files_has_a_data_process(folder:
         for _ in range(1100):
             files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         async with prefill_agent(folder) as agent:
-            await agent.runtime.data.call(wire.OpenNixl())
+            await agent.runtime.agent.data.call(wire.OpenNixl())
 
 
 async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: Case) -> None:
@@ -131,7 +131,7 @@ async def test_tiles_and_handshakes_are_refused_with_the_reason_while_there_is_n
     ):
         await case.shake()
         with starts.stopped(agent):
-            await until(lambda: "out of processes" in agent.runtime.data.problem)
+            await until(lambda: "out of processes" in agent.runtime.agent.data.problem)
             refused = await case.refusal()
             with pytest.raises(RequestRefused, match="out of processes") as busy:
                 await case.shake()
@@ -163,7 +163,7 @@ async def test_a_slot_that_could_not_be_wiped_is_not_free_before_it_is(
     ):
         packed = await case.packed()
         with starts.stopped(wiping):
-            await until(lambda: not wiping.runtime.data.is_running)
+            await until(lambda: not wiping.runtime.agent.data.is_running)
             await case.give_back(packed)
             unwiped = wiping.counts["slots"]
 
@@ -180,10 +180,10 @@ async def test_an_engine_that_ends_without_a_data_process_is_let_go_at_once_and_
             local = case.local
             starts.is_possible = False
             kill(agent)
-            await until(lambda: not agent.runtime.data.is_running)
-        await until(lambda: local.lost and not agent.runtime.engines.engines)
+            await until(lambda: not agent.runtime.agent.data.is_running)
+        await until(lambda: local.lost and not agent.runtime.agent.engines.engines)
         starts.is_possible = True
-        await until(lambda: agent.runtime.data.is_running)
+        await until(lambda: agent.runtime.agent.data.is_running)
         async with agent.engine() as next_one, leased(agent, next_one, reader) as after:
             await after.packed()
 
@@ -203,7 +203,7 @@ async def test_an_engine_whose_memory_cannot_be_mapped_again_is_sent_away(
             passed = PassSegment(segment.segment_id, segment.size_bytes)
             await connection.pass_memory(passed, file.fileno())
             await connection.request(Register(engine=spec, rank=rank))
-            local = agent.runtime.engines.engines[spec.engine_id]
+            local = agent.runtime.agent.engines.engines[spec.engine_id]
             before = local.lost
             file.truncate(0)
 

@@ -125,7 +125,7 @@ async def test_a_tile_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_it
         assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
         assert done.memory.addresses == ({},)
         assert case.local.devices == agent.local(neighbour).devices == {GPU}
-        staging, engines = agent.runtime.staging, agent.runtime.engines
+        staging, engines = agent.runtime.agent.staging, agent.runtime.agent.engines
         assert staging.of(case.local.devices) == [staging.at(GPU)]
         assert staging.of(here.local.devices) == [staging.at(HOST)]
         assert packed.slot_id != other.slot_id

@@ -173,11 +173,11 @@ async def test_a_check_has_progress_driven_no_longer_than_a_lease_may_last(folde
         agent.reader() as reader,
     ):
         case = Case(agent, source, reader, "", 0)
-        before = agent.runtime.data.num_progress
+        before = agent.runtime.agent.data.num_progress
 
         await reader.ask(case.check(offer_id="read elsewhere", progress_s=86_400))
 
-        await until(lambda: agent.runtime.data.num_progress == before)
+        await until(lambda: agent.runtime.agent.data.num_progress == before)
 
 
 async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_slot(
@@ -226,7 +226,7 @@ async def test_of_memory_that_is_not_read_directly_nixl_is_told_the_slots_alone(
 
         assert (done.memory_id, done.slot_bytes) == (case.local.memory_id, SETTINGS["slot_bytes"])
         assert (done.memory.addresses, done.others) == (({},), ())
-        staging, engines = agent.runtime.staging, agent.runtime.engines
+        staging, engines = agent.runtime.agent.staging, agent.runtime.agent.engines
         assert (staging.registered_bytes, engines.registered_bytes) == (4 * 65536, 0)
         assert is_right
         assert bool(case.slot(packed).any()) is not is_wiped

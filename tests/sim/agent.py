@@ -3,17 +3,16 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
 from anyio.abc import TaskStatus
 
-from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.runtime import Runtime
 from kvbus.agent.service import Agent, Service
-from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.errors import KVBusError
 from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
@@ -153,11 +152,11 @@ class SimAgent:
 
     @property
     def engines(self) -> EngineDirectory:
-        return self.agent.engines
+        return self.runtime.agent.engines
 
     @property
     def service(self) -> Service:
-        return self.agent.service
+        return self.runtime.service
 
     def stop(self) -> None:
         """As SIGTERM: it drains, and ends."""
@@ -183,27 +182,19 @@ class SimAgent:
             copy_threads=config.copy_threads,
         )
         self.has_data = True
-        staging = StagingDevices(
-            self.data,
-            staging_bytes=config.staging_bytes,
-            slot_bytes=config.slot_bytes,
-            only=config.exposure == "staging",
-        )
         async with anyio.create_task_group() as self.tasks:
-            self.agent = Runtime(
-                role=self.role,
-                config=config,
+            self.runtime = await Runtime.start(
+                self.role,
+                config,
+                partial(_service, config),
                 boot=self.boot,
-                data=self.data,
+                context=cast("BusContext", self.network.context(self.process)),
                 tasks=self.tasks,
-                staging=staging,
-                data_plane=DataPlane((), self.data),
-            )
-            await self.agent.start(
-                cast("BusContext", self.network.context(self.process)), self._service
+                data=self.data,
+                interfaces=(),
             )
             self.has_started, self.started_at = True, self.world.now
-            await self.agent.end(self._signals())
+            await self.runtime.end(self._signals())
             await anyio.sleep(0.1)  # last notices
             self.has_started = False
             await self.data.close()
@@ -224,9 +215,8 @@ class SimAgent:
             return PrefillConfig(**fixed)
         return DecodeConfig(**fixed)
 
-    def _service(self, agent: Agent) -> Service:
-        config = self.agent.config
-        if isinstance(config, PrefillConfig):
-            return PrefillService(agent, config)
-        assert isinstance(config, DecodeConfig)
-        return DecodeService(agent, config)
+
+def _service(config: DecodeConfig | PrefillConfig, agent: Agent) -> Service:
+    if isinstance(config, PrefillConfig):
+        return PrefillService(agent, config)
+    return DecodeService(agent, config)

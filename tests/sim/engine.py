@@ -290,7 +290,7 @@ class SimEngine:
             await self._pass(attach, message, [os.dup(memory.fd)])
         client = RequestClient(
             self.network.context(self.process),  # type: ignore[arg-type]  # stands for it
-            agent.agent.identity.engine_endpoint,
+            agent.runtime.agent.identity.engine_endpoint,
             boot=boot,
             on_notice=self._take,
             max_pending=1 << 20,

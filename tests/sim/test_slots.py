@@ -55,7 +55,7 @@ def test_fetches_of_more_tiles_than_may_wait_are_repeated_and_complete(
     with cluster_of(settings) as world:
         crowd = [world.give(LONG) for _ in range(4)]
         ends = {world.end_of(one) for one in crowd}
-        metrics = world.agents[D, 0].agent.metrics.registry
+        metrics = world.agents[D, 0].runtime.agent.metrics.registry
 
         assert ends == {"completed"}
         assert metrics.get_sample_value("kvbus_fetch_retries_total", {"code": "busy"})
