@@ -26,7 +26,7 @@ from kvbus.bench.engine import BIG, GROUP, PairedBlocks, scattered
 from kvbus.bench.figures import Ways, in_turn
 from kvbus.bench.pairs import agent
 from kvbus.engine import AgentRole, KvCache
-from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
+from kvbus.engine.bounce import BlockCopy, CopyBlocks, Direction
 from kvbus.geometry import KvPart
 from kvbus.lab.engine import Engine, private_cache
 
@@ -42,7 +42,7 @@ def cache_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     words = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).view(torch.int64)
     device = words.view(part.shape[0], -1)
 
-    def copy(blocks: HostBlocks, ring: Tensor, direction: Direction) -> None:
+    def copy(blocks: BlockCopy, ring: Tensor, direction: Direction) -> None:
         slots = ring.reshape(len(ring), -1).view(torch.int64)
         ids = torch.from_numpy(blocks.ids.astype(np.int64))
         if direction is Direction.SAVE:
@@ -78,13 +78,13 @@ async def pass_s(tables: PairedBlocks, direction: Direction) -> float:
     device = private_cache(BIG.engine("any"), 0, BIG.parse(), 2 * NUM_BLOCKS)
     copy = cache_copy([device])
     ring = torch.zeros(NUM_BLOCKS, BIG.block_bytes, dtype=torch.uint8)
-    blocks = HostBlocks(
-        rank=0,
+    blocks = BlockCopy(
         group=GROUP,
+        ids=tables.prefill.astype(np.uint32),
+        first_host_block=0,
+        slots=(0, BIG.block),
         layers=tuple(range(BIG.layers)),
         parts=(KvPart.KEY, KvPart.VALUE),
-        ids=tables.prefill.astype(np.uint32),
-        slots=(0, BIG.block),
     )
     copy(blocks, ring, direction)  # every page is mapped from here on
     began = time.perf_counter()

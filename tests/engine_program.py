@@ -43,7 +43,6 @@ MAX_LINE_BYTES = 1 << 24
 ROOM_WITHIN_S = 2.0
 ATTACHED_WITHIN_S = 600.0
 STEP_S = 0.02
-PIECE_BYTES = 256 << 10
 
 GONE = {"outcome": "gone", "code": "", "stage": "", "fetch_id": ""}
 MOMENTS = {
@@ -117,7 +116,6 @@ class Program:
             memory,
             num_blocks=config.num_blocks,
             ring_blocks=config.ring_blocks or None,
-            piece_bytes=PIECE_BYTES,
             ranks=config.ranks or None,
             control=config.role != "rank",
             attach_timeout_s=ATTACHED_WITHIN_S,

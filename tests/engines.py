@@ -122,6 +122,10 @@ class Engine:
         }
         return self._random_blocks(seed, wanted)
 
+    def first_read(self, block_id: int) -> Tensor:
+        """Where the first bytes of a fetch land whose least block this is."""
+        return self.views()[0, 0, KvPart.KEY][block_id]
+
     def first_blocks(self, num_tokens: int, first_token: int = 0) -> dict[str, int]:
         """Where the tables of `some_blocks` start, in blocks."""
         firsts = {}
@@ -497,7 +501,7 @@ async def start_long_read(
     """A handoff of 64 MiB of which the first bytes have landed; the source holds random bits."""
     num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
     theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
-    first = target.views()[0, 0, KvPart.KEY][min(ours["full"])]
+    first = target.first_read(min(ours["full"]))
     before = first.clone()
     offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=num_tokens, block_ids=theirs)
     fetch = target.decode.fetch(

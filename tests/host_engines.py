@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbus.engine.bounce import HostDecode, HostPool, HostPrefill
+from torch import Tensor
+
+from kvbus.engine.bounce import HostFetch, HostLink, HostPool
 from kvbus.errors import ClosedError
-from kvbus.geometry import EngineSpec
+from kvbus.geometry import EngineSpec, KvPart
 from kvbus.lab.engine import Offered, device_copy
 from tests.agents import until
 from tests.engines import Engine, StrictEngine
 from tests.memories import Memory, NumBlocks, by_group
-
-PIECE_BYTES = 4096
+from tests.strict_links import bits
 
 
 @dataclass
@@ -34,7 +35,7 @@ class HostEngine(Engine):
         return self.through.ring
 
     @property
-    def host(self) -> HostPrefill | HostDecode:
+    def host(self) -> HostLink:
         assert self.through.host is not None
         return self.through.host
 
@@ -43,9 +44,19 @@ class HostEngine(Engine):
         return self
 
     @property
-    def decode(self) -> HostDecode:
-        assert isinstance(self.host, HostDecode)
-        return self.host
+    def decode(self) -> "HostEngine":
+        return self
+
+    def first_read(self, block_id: int) -> Tensor:
+        """The first host block: free until the fetch, and zeroed here."""
+        del block_id
+        return bits(self.through.mapped[0].view(0, KvPart.KEY))[0].zero_()
+
+    def fetch(self, ticket: Mapping[str, Any], **more: Any) -> HostFetch:
+        """As `Link.fetch`."""
+        fetch = self.through.fetch(ticket, **more).fetch
+        assert isinstance(fetch, HostFetch)
+        return fetch
 
     async def offer(self, request_id: str, *, sealed: bool = True, **more: Any) -> Offered:
         """As `Link.offer`; one that is not sealed will have ``total`` tokens."""
@@ -65,7 +76,6 @@ async def host_engine(
     num_blocks: NumBlocks,
     seed: int = 0,
     ring_blocks: Mapping[str, int] | None = None,
-    piece_bytes: int = PIECE_BYTES,
     wait_s: float = 20.0,
     wrap_copy: Any = lambda copy: copy,
     **options: Any,
@@ -81,7 +91,6 @@ async def host_engine(
         num_blocks=num_blocks,
         ring_blocks=ring_blocks or by_group(spec, num_blocks),
         copy_of=lambda caches: wrap_copy(device_copy(caches)),
-        piece_bytes=piece_bytes,
         wait_s=wait_s,
         **options,
     )

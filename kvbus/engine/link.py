@@ -113,33 +113,20 @@ class Link:
         }
         self._over: EndedQueue[Offer | Fetch] = EndedQueue()
         self._on_change: list[Callable[[], None]] = []
-        self._is_open = threading.Event()
+        self._is_open, self._closes_itself = threading.Event(), False
         self._first: Completion[None] = Completion()
         self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
         self._owned: list[RankMemory | SharedSegment] = [*self._memory]
         if cells is not None:
             self._ranks[0].cells = cells
             self._owned.append(cells)
-        keep = partial(
-            ReconnectingConnection, self._connect, on_change=self._note_change, logger=logger
-        )
-        the = f"the {role}" if role else "the"
-        self._kept = [
-            keep(rank.register, name=f"{the} memory session of rank {rank.number}")
-            for rank in self._ranks
-        ]
-        self._control: ReconnectingConnection | None = None
-        if control:
-            self._control = keep(
-                self._register, name=f"{the} control session", on_open=self._note_open
-            )
-            self._kept.append(self._control)
-        else:
+        self._kept = self._sessions(role, control=control, logger=logger)
+        self._control = self._kept[-1] if control else None
+        if not control:
             for asking in self._asking.values():
                 asking.problem = LocalError("a worker's link neither offers nor fetches")
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
-        self._closes_itself = False
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
         """Start to attach, once, in the running ``loop`` or a new thread; never wait."""
@@ -335,6 +322,23 @@ class Link:
             raise LocalError("record() is for the link of a rank with CUDA memory")
         for event in events:
             event.record(stream)
+
+    def _sessions(
+        self, role: AgentRole | None, *, control: bool, logger: logging.Logger
+    ) -> list[ReconnectingConnection]:
+        """Make the memory session of each rank, then that of the scheduler."""
+        keep = partial(
+            ReconnectingConnection, self._connect, on_change=self._note_change, logger=logger
+        )
+        the = f"the {role}" if role else "the"
+        kept = [
+            keep(rank.register, name=f"{the} memory session of rank {rank.number}")
+            for rank in self._ranks
+        ]
+        if control:
+            name = f"{the} control session"
+            kept.append(keep(self._register, name=name, on_open=self._note_open))
+        return kept
 
     def _new_cells(self) -> SharedSegment | None:
         """Allocate a page of cells, if all ranks are in this process and on the host.

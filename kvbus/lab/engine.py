@@ -20,21 +20,19 @@ import torch
 
 from kvbus.engine import Completion, Fetch, KvCache, Link, Offer, Outcome, RankMemory
 from kvbus.engine.bounce import (
+    BlockCopy,
     CopyBlocks,
     Direction,
-    HostBlocks,
     HostBuffer,
-    HostDecode,
     HostFetch,
+    HostLink,
     HostOffer,
     HostPool,
-    HostPrefill,
     LocalCopier,
 )
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, EngineSpec, KvLayout, lay_out_rank
 from kvbus.lab.process import Taken
-from kvbus.protocol.engine import AgentRole
 
 MAX_NOTED = 1 << 16
 BlockIds = Mapping[str, npt.ArrayLike]
@@ -70,8 +68,8 @@ class Engine:
 
     ``num_blocks`` gives the size of the caches, by group. With ``ring_blocks`` the caches are
     private to this process, and the agent maps a ring with this many host blocks of each group.
-    ``copy_of`` makes the function that copies between the two, in pieces of ``piece_bytes``. A
-    fetch or offer waits up to ``wait_s`` for room in the ring. ``options`` are passed to the link.
+    ``copy_of`` makes the function that copies between the two. A fetch or offer waits up to
+    ``wait_s`` for room in the ring. ``options`` are passed to the link.
     """
 
     link_type: ClassVar[type[Link]] = Link
@@ -85,13 +83,12 @@ class Engine:
         num_blocks: Mapping[str, int],
         ring_blocks: Mapping[str, int] | None = None,
         copy_of: "Callable[[Sequence[KvCache]], CopyBlocks] | None" = None,
-        piece_bytes: int = 32 << 20,
         ranks: Iterable[int] | None = None,
         wait_s: float = 30.0,
         **options: Any,
     ) -> None:
         self.spec, self.layout, self.num_blocks = spec, layout, num_blocks
-        self._wait_s, self._piece_bytes = wait_s, piece_bytes
+        self._wait_s = wait_s
         self.blocks = BlockPool(num_blocks, seed=spec.engine_id)
         self.ring: HostPool | None = None
         ranks = range(spec.num_ranks) if ranks is None else ranks
@@ -107,20 +104,15 @@ class Engine:
             self.mapped = [KvCache(spec, one.rank, one.tensor) for one in memory]
             self._copier = LocalCopier(buffers, (copy_of or device_copy)(self.caches))
         self.link = self.link_type(attach_path, spec, memory=memory, **options)
-        self.host: HostPrefill | HostDecode | None = None
+        self.host: HostLink | None = None
         self._offers: dict[Offered, None] = {}
         self._released = deque[tuple[float, float]](maxlen=MAX_NOTED)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.link)
-        if self.ring is None:
-            return self
-        parts, piece_bytes = (self.link, self.ring, self._copier), self._piece_bytes
-        if self.link.role is AgentRole.PREFILL:
-            self.host = HostPrefill(*parts, piece_bytes=piece_bytes)
-        else:
-            self.host = HostDecode(*parts, piece_bytes=piece_bytes, wait_s=self._wait_s)
+        if self.ring is not None:
+            self.host = HostLink(self.link, self.ring, self._copier)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -153,7 +145,7 @@ class Engine:
         With a ring, the blocks are copied into it, and ``options`` are ignored.
         """
         ready_s = time.monotonic()
-        if not isinstance(self.host, HostPrefill):
+        if self.host is None:
             shared = await self.link.offer(
                 request_id,
                 num_tokens=num_tokens,
@@ -200,8 +192,10 @@ class Engine:
     ) -> "Taking":
         """Fetch as `Link.fetch` does, through the ring if there is one."""
         began_s = time.monotonic()
-        through = self.host if isinstance(self.host, HostDecode) else self.link
-        fetch = through.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
+        options |= {"num_tokens": num_tokens, "block_ids": block_ids}
+        if self.host is None:
+            return Taking(self.link.fetch(ticket, **options), began_s)
+        fetch = self.host.fetch(ticket, wait_s=self._wait_s, **options)
         return Taking(fetch, began_s)
 
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
@@ -313,7 +307,7 @@ def private_cache(
 def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     """Return a function that copies between caches and ring, as a device would."""
 
-    def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
+    def copy(blocks: BlockCopy, ring: torch.Tensor, direction: Direction) -> None:
         ids, (start, stop) = torch.from_numpy(blocks.ids.astype(np.int64)), blocks.slots
         for number, layer in enumerate(blocks.layers):
             for at, part in enumerate(blocks.parts):

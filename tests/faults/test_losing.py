@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from kvbus.engine import Fetch, Link, Offer, Outcome
-from kvbus.engine.bounce import HostBuffer, HostDecode, HostPool, HostPrefill, LocalCopier
+from kvbus.engine.bounce import HostBuffer, HostLink, HostPool, LocalCopier
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError
 from kvbus.lab.engine import device_copy
 from tests.agents import until
@@ -50,9 +50,8 @@ async def test_a_save_after_its_offer_has_expired_with_its_agent_says_so_and_fre
     ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
     spec = make_spec(groups=(LARGE,))
     async with host_engine(
-        prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, agent_wait_s=0.2, **ring
+        prefill.attach, spec, memory=Memory(), agent_wait_s=0.2, **ring
     ) as source:
-        assert isinstance(source.host, HostPrefill)
         offer = await source.host.offer("r", num_tokens=LONG_TOKENS // 2, ttl_s=0.3)
 
         prefill.kill()
@@ -197,7 +196,7 @@ async def test_host_blocks_that_stay_in_doubt_are_logged_and_are_not_given_away(
         async with rank:
             control = await leave.enter_async_context(Link(decode.attach, spec))
             offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-            fetch = HostDecode(control, pool, copier).fetch(offer.ticket, **ONE_BLOCK)
+            fetch = HostLink(control, pool, copier).fetch(offer.ticket, **ONE_BLOCK)
             await until(lambda: decode.status()["counts"]["fetches"])
         await failure_of(fetch)  # a rank has left, and with it the engine
         await until(lambda: "host blocks are lost" in caplog.text)

@@ -134,7 +134,6 @@ class HostLane(Lane):
             memory=Memory(),
             num_blocks=NUM_LARGE_BLOCKS,
             ring_blocks={LARGE.name: NUM_LARGE_BLOCKS + SPARE_BLOCKS},
-            piece_bytes=1 << 20,
             seed=len(role),
         )
 

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from kvbus.engine import KvCache, Link
-from kvbus.engine.bounce import (
-    CopyBlocks,
-    HostBuffer,
-    HostDecode,
-    HostPool,
-    HostPrefill,
-    LocalCopier,
-    host_blocks,
-)
+from kvbus.engine.bounce import CopyBlocks, HostBuffer, HostLink, HostPool, LocalCopier
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.lab.engine import device_copy
 from kvbus.protocol import Outcome
@@ -29,8 +21,6 @@ from tests.memories import Memory, private_cache
 SIZE = FULL.block_size
 PLACES = [(layer, part) for layer in (0, 1) for part in "kv"]
 NUM_TOKENS = 2 * SIZE + 3
-RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2 + 4096
-"""Eight blocks, and the gap that may lie behind them."""
 
 
 class Sides:
@@ -40,20 +30,20 @@ class Sides:
         self.gate = Event()
         self.gate.set()
         self.rings, self.caches = list[HostPool](), list[KvCache]()
-        links, copiers = list[Link](), list[LocalCopier]()
+        hosts = list[HostLink]()
         for agent in agents:
             spec = make_spec(groups=(FULL,))
-            ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
+            ring = HostPool({"full": 8})
             buffer = HostBuffer(spec, 0, ring.num_blocks)
             cache = private_cache(spec, 0, Memory(), 40)
             for place in PLACES:
                 cache.view(*place).normal_()
-            links.append(stack.enter_context(Link(agent.attach, spec, memory=buffer.memory)))
-            copiers.append(LocalCopier([buffer], partial(self._copy, device_copy([cache]))))
+            link = stack.enter_context(Link(agent.attach, spec, memory=buffer.memory))
+            copier = LocalCopier([buffer], partial(self._copy, device_copy([cache])))
+            hosts.append(HostLink(link, ring, copier))
             self.rings.append(ring)
             self.caches.append(cache)
-        self.prefill = HostPrefill(links[0], self.rings[0], copiers[0])
-        self.decode = HostDecode(links[1], self.rings[1], copiers[1])
+        self.prefill, self.decode = hosts
 
     def _copy(self, copy: CopyBlocks, *args: Any) -> None:
         assert self.gate.wait(60)
