@@ -10,7 +10,7 @@ from functools import partial
 
 from kvbus.bus.session import Call, Post, Sender, Session
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.table import Permits, Tenant
+from kvbus.fair import Permits, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from kvbus.bus.sockets import (
 )
 from kvbus.bus.trust import is_of_same_user
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
-from kvbus.fair import Permits, Tenant
 from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import (
     Body,

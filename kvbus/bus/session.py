@@ -5,9 +5,9 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from kvbus.errors import KVBusError, LocalError
+from kvbus.fair import Tenant
 from kvbus.protocol.envelope import Body, encode_notice
 from kvbus.protocol.message import Message
-from kvbus.table import Tenant
 
 _MAX_LEFT = 8
 
