@@ -40,7 +40,7 @@ def test_the_help_of_a_command_begins_with_its_line_of_the_list(name: str) -> No
     assert COMMANDS[name][1] in shown.stdout
 
 
-def test_the_help_shows_no_types_of_switches_and_the_commands_in_groups() -> None:
+def test_help_hides_switch_types_and_groups_commands() -> None:
     shown = [CliRunner().invoke(app, [*name, "--help"]).stdout for name in ([], ["keys", "show"])]
 
     assert not [text for text in shown if "<bool>" in text or "<file>" in text]
@@ -48,7 +48,7 @@ def test_the_help_shows_no_types_of_switches_and_the_commands_in_groups() -> Non
     assert {name for names in PANELS.values() for name in names} == COMMANDS.keys()
 
 
-def test_a_command_that_there_is_not_is_told_with_one_that_is_like_it() -> None:
+def test_unknown_command_is_told_with_similar_one() -> None:
     ended = CliRunner().invoke(app, ["doctr"])
 
     assert (ended.exit_code, ended.stdout) == (2, "")
@@ -59,9 +59,7 @@ PROGRAMS = ["kvbus doctor", "kvbus_prefill x.toml", "kvbus_decode x.toml"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_package_that_is_not_installed_is_named_without_a_traceback(
-    tmp_path: Path, program: str
-) -> None:
+def test_missing_package_is_named_without_traceback(tmp_path: Path, program: str) -> None:
     (tmp_path / "zmq.py").write_text("raise ModuleNotFoundError('not here', name=__name__)\n")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     ended = subprocess.run(
@@ -79,7 +77,7 @@ def test_a_package_that_is_not_installed_is_named_without_a_traceback(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("importing", ["msgspec", "zmq"])
-def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(
+def test_ctrl_c_during_import_ends_program_without_traceback(
     tmp_path: Path, program: str, importing: str
 ) -> None:
     """A package that interrupts the process in the middle of its own import."""

@@ -54,7 +54,7 @@ async def engines(agents: Agents, memory: str = "direct") -> AsyncIterator[tuple
 
 
 @pytest.mark.parametrize("memory", ["direct", "staged", "ring"])
-async def test_an_offer_that_grows_is_fetched_and_every_block_comes_back(
+async def test_growing_offer_is_fetched_and_all_blocks_come_back(
     fresh: Agents, memory: str
 ) -> None:
     async with engines(fresh, memory) as (source, target):

@@ -38,7 +38,7 @@ def agent(fresh: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Age
     return fresh.all[0]
 
 
-def test_it_is_a_child_of_this_process_in_its_folder_that_signals_reach(
+def test_agent_is_child_of_pytest_in_its_folder_and_gets_signals(
     agent: AgentProcess, tmp_path: Path
 ) -> None:
     process = Path(f"/proc/{agent.pid}")

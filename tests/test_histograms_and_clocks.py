@@ -52,7 +52,7 @@ def test_a_quantile_is_in_the_bucket_of_the_value_of_that_rank(
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(ways, ways), min_size=1, max_size=8))
-def test_a_clock_is_wrong_by_no_more_than_it_says_within_half_of_the_quickest_round_trip(
+def test_clock_error_is_bounded_by_half_of_quickest_round_trip(
     skew_s: float, took: list[tuple[float, float]]
 ) -> None:
     exchanges = [

@@ -246,7 +246,7 @@ def _imports(path: Path) -> Iterator[str]:
                 yield node.module
 
 
-def test_engines_import_nothing_that_only_agents_and_commands_need() -> None:
+def test_engines_import_nothing_only_agents_or_commands_need() -> None:
     """So the SDK works where these are not installed, as docs/engines.md says."""
     unwanted = "nixl typer prometheus_client packaging psutil xxhash starlette httpx opentelemetry"
     code = f"""

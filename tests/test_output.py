@@ -52,7 +52,7 @@ PLAIN = "ü 漢字 🙂 [red]x[/nothing] :smile:"
         (numbers_text, [1, 3, 5, 7], "1-7 by 2"),
     ],
 )
-def test_numbers_have_few_digits_and_a_unit_and_lists_are_intervals(
+def test_numbers_get_few_digits_and_unit_and_lists_intervals(
     write: Callable[[Any], str], number: Any, text: str
 ) -> None:
     assert write(number) == text
@@ -91,7 +91,7 @@ def test_json_stays_what_it_is_with_every_character_printable(text: str) -> None
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_failure_is_a_line_and_its_status_and_json_is_a_line_all_escaped(
+def test_failure_is_line_with_status_and_json_is_escaped_line(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -130,7 +130,7 @@ def test_no_command_prints_by_another_console() -> None:
     assert not found
 
 
-def test_a_pipe_without_a_reader_and_a_closed_stdout_are_no_error(
+def test_pipe_without_reader_and_closed_stdout_are_no_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reading, writing = os.pipe()
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_in_a_line(
     assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
 
 
-def test_a_table_that_a_full_disk_does_not_take_is_told_in_a_line(
+def test_table_lost_to_full_disk_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # noqa: PTH123 - a device
@@ -166,7 +166,7 @@ def test_a_table_that_a_full_disk_does_not_take_is_told_in_a_line(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_stdout_cannot_encode_is_escaped_and_json_stays_what_it_is(
+def test_unencodable_characters_are_escaped_and_json_unchanged(
     monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     written = io.BytesIO()

@@ -44,7 +44,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             lines = []
 
 
-def test_few_sentences_of_the_product_are_long_and_none_begins_backwards() -> None:
+def test_few_sentences_are_long_and_none_begins_backwards() -> None:
     found, long, backwards = 0, list[str](), list[str]()
     for path in sorted([*ROOT.glob("kvbus/**/*.py"), *ROOT.glob("services/**/*.py")]):
         for line, sentence in sentences(path):

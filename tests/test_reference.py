@@ -11,7 +11,7 @@ ENDS = {"handoff.completed", "handoff.failed", "handoff.cancelled"}
 """Of one line, whose name is made of the outcome."""
 
 
-def test_the_keys_and_the_metrics_of_the_page_are_those_of_the_code() -> None:
+def test_keys_and_metrics_of_page_match_code() -> None:
     assert page() == PAGE.read_text(encoding="utf-8"), "stale: run make docs"
 
 

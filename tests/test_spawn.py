@@ -79,7 +79,7 @@ def test_a_thread_may_not_start_a_child_which_would_end_with_it(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_child_is_asked_to_end_though_it_is_stopped_and_killed_if_it_does_not(
+def test_stopped_child_is_asked_to_end_and_deaf_one_is_killed(
     start: Start,
 ) -> None:
     deaf, stopped = start(DEAF), start(SAY + HANG)
@@ -110,7 +110,7 @@ async def test_the_event_loop_runs_on_while_an_end_is_waited_for(start: Start) -
     assert await deaf.end_async(within_s=0.1) == -signal.SIGKILL
 
 
-def test_a_child_that_ends_early_or_is_too_slow_is_told_with_the_last_lines_of_its_log(
+def test_child_ended_early_or_too_slow_is_told_with_end_of_log(
     start: Start, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -133,7 +133,7 @@ def test_a_log_that_cannot_be_written_is_named(start: Start) -> None:
         start(HANG, log=Path("/nowhere/log"))
 
 
-def test_a_child_has_the_environment_but_for_an_agents_and_the_signals_of_a_new_process(
+def test_child_gets_environment_without_agents_and_fresh_signals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python ignores SIGPIPE in itself, but not for what it starts."""

@@ -16,7 +16,7 @@ def misses_its_key(agent: AgentProcess) -> bool:
     return any("our own key is not among" in fault["what"] for fault in faults)
 
 
-def test_a_prefill_agent_says_so_where_other_keys_of_its_role_are_or_its_own_was(
+def test_prefill_agent_reports_its_own_key_left_out_or_revoked(
     tmp_path: Path,
 ) -> None:
     """A folder that only says whom it trusts need not have its own."""

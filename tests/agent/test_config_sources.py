@@ -209,9 +209,7 @@ def test_every_key_has_a_variable_and_a_setting(
             assert load_config(kind, None) == default
 
 
-def test_the_two_agents_have_so_many_keys_together_and_a_new_one_takes_the_place_of_another() -> (
-    None
-):
+def test_number_of_config_keys_of_both_agents_stays_capped() -> None:
     """Each name once, though both agents have it; by the structs that configurations are read by.
 
     A key is what an operator has to know of: what nobody turns is a constant.
@@ -230,7 +228,7 @@ def test_the_command_takes_settings_and_refuses_a_wrong_one(
     assert ended.stderr == "error: --set lease_z: there is no such key; did you mean lease_s?\n"
 
 
-def test_staging_memory_smaller_than_a_slot_is_refused_with_both_keys(path: Path) -> None:
+def test_staging_smaller_than_slot_is_refused_with_both_keys(path: Path) -> None:
     settings = ("staging_bytes=1024", "slot_bytes=4096")
 
     assert re.search(r"'staging_bytes': 1024 .* 'slot_bytes' = 4096", refusal(path, settings))

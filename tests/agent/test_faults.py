@@ -47,7 +47,7 @@ def faults(
     return [(fault.what, fault.do) for fault in found]
 
 
-def test_failed_handoffs_say_when_the_last_one_was_unless_that_is_long_ago() -> None:
+def test_failed_handoffs_report_time_of_last_one_unless_long_ago() -> None:
     ((what, _),) = faults((290.0, "timeout: the last"), (400.0, "timeout: the first"), (1.0, ""))
 
     assert what == "2 of the last 3 handoffs failed, last 5 min ago, with timeout: the last"

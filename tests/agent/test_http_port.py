@@ -87,7 +87,7 @@ def test_who_is_answered_with_what(  # noqa: PLR0917 - the columns of the table
 
 
 @pytest.mark.parametrize("sends", [False, True], ids=["silent", "slow"])
-def test_connections_without_a_whole_request_keep_others_out_for_a_few_seconds_at_most(
+def test_incomplete_requests_delay_others_few_seconds_at_most(
     prefill: AgentProcess, sends: bool
 ) -> None:
     host, _, port = prefill.settings["http_bind"].rpartition(":")
@@ -146,7 +146,7 @@ def verdict(pages: AgentPages, path: str) -> tuple[str, str]:
 GOOD = ("200", "ok\n")
 
 
-def test_an_agent_whose_loop_hangs_is_not_alive_and_one_that_is_not_ready_says_why(
+def test_hung_loop_is_not_alive_and_unready_agent_tells_reasons(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     faults = [Fault("no engine", ""), Fault("draining", "")]
@@ -171,7 +171,7 @@ def test_an_agent_whose_loop_hangs_is_not_alive_and_one_that_is_not_ready_says_w
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
-def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(
+def test_error_of_called_function_is_not_taken_for_loop_error(
     loop: asyncio.AbstractEventLoop, error: type[Exception]
 ) -> None:
     def fails() -> NoReturn:

@@ -27,7 +27,7 @@ def lines(style: str) -> list[str]:
     return ended.stderr.decode().splitlines()
 
 
-def test_a_line_is_an_object_with_level_agent_and_the_time_in_utc() -> None:
+def test_log_line_is_object_with_level_agent_and_utc_time() -> None:
     first, second, *_ = (json.loads(line) for line in lines("json"))
 
     at = datetime.fromisoformat(first.pop("timestamp"))
@@ -44,7 +44,7 @@ def test_a_line_is_an_object_with_level_agent_and_the_time_in_utc() -> None:
 
 
 @pytest.mark.parametrize("style", ["console", "json", "auto"])
-def test_every_style_says_the_same_and_loses_no_line_that_cannot_be_encoded(style: str) -> None:
+def test_every_log_style_says_same_and_keeps_unencodable_lines(style: str) -> None:
     assert ["handoff.completed" in line for line in lines(style)] == [True, *[False] * 3]
 
 
@@ -100,7 +100,7 @@ print(line["num_lines"])
 """
 
 
-def test_lines_that_a_full_disk_loses_are_counted_and_the_next_one_is_whole() -> None:
+def test_lines_lost_to_full_disk_are_counted_and_next_is_whole() -> None:
     ended = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, check=True)
 
     assert ended.stdout.decode().split() == ["2", "third", "lines.lost", "2"]
@@ -134,7 +134,7 @@ with os.fdopen(reading) as file:
 """
 
 
-def test_a_full_pipe_stops_no_caller_and_its_lost_lines_are_reported_once() -> None:
+def test_full_pipe_blocks_no_caller_and_reports_lost_lines_once() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FULL_PIPE], capture_output=True, check=True, timeout=60
     )
@@ -147,7 +147,7 @@ def test_a_full_pipe_stops_no_caller_and_its_lost_lines_are_reported_once() -> N
     assert (event, after) == (f"lines.lost {num_lost}", "next")
 
 
-def test_lines_of_an_event_loop_and_of_threads_come_in_their_order_and_none_is_lost() -> None:
+def test_lines_of_loop_and_threads_keep_order_and_none_is_lost() -> None:
     ended = subprocess.run([sys.executable, "-c", IN_A_LOOP], capture_output=True, check=True)
 
     events = [json.loads(line)["event"] for line in ended.stderr.splitlines()]

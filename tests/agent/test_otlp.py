@@ -69,7 +69,7 @@ def num_taken(collector: Collector) -> int:
     return sum(span.name == "fetch" for span in collector.spans)
 
 
-async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_values() -> None:
+async def test_each_span_is_child_of_enclosing_span_with_its_values() -> None:
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
             put(sender, f"00-{TRACE}-{PARENT}-01")
@@ -92,9 +92,7 @@ async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_val
     assert fetch.end_ns - fetch.start_ns == 3_000_000_000
 
 
-async def test_a_trace_is_made_of_the_offer_where_there_is_none_and_not_sent_if_not_sampled() -> (
-    None
-):
+async def test_offer_gives_missing_trace_and_unsampled_one_is_not_sent() -> None:
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
             put(sender, "", offer_id=TRACE)
@@ -109,7 +107,7 @@ async def test_a_trace_is_made_of_the_offer_where_there_is_none_and_not_sent_if_
     assert roots[1].trace_id == roots[2].trace_id != TRACE
 
 
-async def test_a_collector_that_is_away_for_a_moment_is_logged_and_gets_all_when_it_is_back(
+async def test_short_collector_outage_is_logged_and_loses_no_spans(
     said: list[Any],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -126,7 +124,7 @@ async def test_a_collector_that_is_away_for_a_moment_is_logged_and_gets_all_when
     assert len(collector.spans) == 2 * len(SPANS)
 
 
-async def test_what_is_refused_or_cannot_be_made_is_lost_alone_and_logged(said: list[Any]) -> None:
+async def test_refused_or_failing_spans_are_lost_alone_and_logged(said: list[Any]) -> None:
     def fails() -> list[Span]:
         raise ValueError
 
@@ -170,7 +168,7 @@ async def test_what_does_not_fit_is_dropped(
     assert "Queue full" in said[0]["reason"]
 
 
-async def test_what_waits_at_the_end_is_sent_with_the_headers_of_the_environment(
+async def test_spans_waiting_at_end_are_sent_with_environment_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
@@ -184,7 +182,7 @@ async def test_what_waits_at_the_end_is_sent_with_the_headers_of_the_environment
     assert (headers["authorization"], headers["x-tenant"]) == ("Basic abc", "one")
 
 
-async def test_of_a_header_that_the_sdk_cannot_read_the_value_is_not_told(
+async def test_value_of_header_unreadable_to_sdk_is_not_logged(
     monkeypatch: pytest.MonkeyPatch, said: list[Any]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", 'x-key="secret"')
@@ -200,7 +198,7 @@ async def test_of_a_header_that_the_sdk_cannot_read_the_value_is_not_told(
 
 @pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
 @pytest.mark.parametrize("kind", ["", "TRACES_"])
-async def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(
+async def test_unsendable_header_is_refused_at_start_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, kind: str, headers: str
 ) -> None:
     name = f"OTEL_EXPORTER_OTLP_{kind}HEADERS"

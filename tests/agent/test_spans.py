@@ -94,7 +94,7 @@ def test_the_time_before_the_steps_that_are_kept_is_a_span() -> None:
     assert forgotten_span(long, depth=1) == [Span(FORGOTTEN, 0.0, 5.0, 1)]
 
 
-def test_commands_that_begin_and_end_something_are_paired_in_order() -> None:
+def test_begin_and_end_commands_are_paired_in_order() -> None:
     told = history((1.0, "a", [Begin]), (2.0, "a", [Begin]), (3.0, "a", [End, End, End, Begin]))
 
     assert command_spans(told, Begin, End, name="leased", depth=1) == [
@@ -104,7 +104,7 @@ def test_commands_that_begin_and_end_something_are_paired_in_order() -> None:
     ]
 
 
-def test_a_child_comes_behind_its_parent_and_nothing_ends_while_something_goes_on() -> None:
+def test_child_follows_parent_and_open_span_leaves_no_last_end() -> None:
     parents = [Span("p", 1.0, 2.0), Span("q", 2.0, 3.0)]
     children = [Span("a", 1.0, 1.5, 1), Span("b", 2.5, 2.6, 1)]
 
@@ -119,7 +119,7 @@ times = st.floats() | st.floats(70.0, 130.0)
 
 
 @given(asked_at=st.none() | times)
-def test_the_way_there_is_a_span_if_it_was_asked_before_the_start(asked_at: float | None) -> None:
+def test_way_to_agent_is_a_span_if_asked_before_start(asked_at: float | None) -> None:
     """The word of an engine with another clock is not believed where it cannot be."""
     begun = history((100.0, "wait"), (110.0, "over"))
 

@@ -25,7 +25,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path / "kvbus"
 
 
-def test_a_mapped_fetch_of_one_block_takes_few_calls_in_both_agents(clone: Path) -> None:
+def test_mapped_fetch_of_one_block_takes_few_calls_in_each_agent(clone: Path) -> None:
     paths = [clone, clone / "services/prefill", clone / "services/decode"]
     ended = subprocess.run(
         [sys.executable, clone / "benchmarks/count_calls.py", "--rounds", "9", "--json"],

@@ -101,7 +101,7 @@ def test_figures_of_a_case_fit_together() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_ends_in_a_later_case_shows_the_figures_of_those_before() -> None:
+def test_interrupted_run_shows_figures_of_earlier_cases() -> None:
     controller, terminal = os.openpty()
     arguments = ["--json", "--scale", "0.1", "--only", "fixed", "--only", "idle"]
     with subprocess.Popen(

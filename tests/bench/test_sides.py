@@ -170,7 +170,7 @@ def test_agents_of_two_machines_take_the_path_that_fits_the_runs(pair: Pair) -> 
         assert num_bytes(found[name], path) == pytest.approx(size, rel=1e-3)
 
 
-def test_wrong_bytes_are_found_out_and_what_was_measured_before_them_is_shown(pair: Pair) -> None:
+def test_wrong_bytes_are_found_and_earlier_figures_are_shown(pair: Pair) -> None:
     """In the two cases the same blocks are handed over, in another order."""
     with both(
         pair.prefill, pair.near, "--mib", "8", "--rounds", "1", between="s/runs-256k/in-order/"
@@ -188,7 +188,7 @@ def test_wrong_bytes_are_found_out_and_what_was_measured_before_them_is_shown(pa
 @pytest.mark.parametrize(
     ("ending", "number"), [("prefill", signal.SIGKILL), ("decode", signal.SIGINT)]
 )
-def test_a_side_ends_in_mid_run_and_the_other_says_whom_to_look_at(
+def test_side_ended_in_mid_run_is_named_in_error_of_other_side(
     pair: Pair, ending: str, number: signal.Signals
 ) -> None:
     pair.far.skip_log()

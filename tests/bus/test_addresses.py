@@ -60,7 +60,7 @@ async def asked(bus: Bus, *endpoints: str, **options: Any) -> list[Echoed | KVBu
     return outcomes
 
 
-async def test_a_name_that_moves_is_looked_up_by_the_next_client_and_not_by_one_that_has_it(
+async def test_moved_name_is_looked_up_by_next_client_not_current_one(
     bus: Bus, names: NameServer
 ) -> None:
     server = bus.server(at=TCP)
@@ -88,7 +88,7 @@ def moved(endpoint: str) -> str:
     return endpoint.replace("127.0.0.1", "127.0.0.2")
 
 
-async def test_a_client_and_a_subscriber_follow_a_name_to_its_next_address(
+async def test_client_and_subscriber_follow_name_to_next_address(
     bus: Bus, names: NameServer, record: Record
 ) -> None:
     server, publisher = bus.server(at=TCP), bus.publisher(at=TCP)
@@ -119,7 +119,7 @@ async def test_a_client_and_a_subscriber_follow_a_name_to_its_next_address(
     assert addresses == [moved(server.endpoint)]
 
 
-async def test_what_waits_at_an_address_that_does_not_answer_is_sent_to_the_next_one(
+async def test_request_at_silent_address_is_sent_to_next_address(
     bus: Bus, names: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing refuses: the connection is there, and packets are dropped."""
@@ -138,9 +138,7 @@ async def test_what_waits_at_an_address_that_does_not_answer_is_sent_to_the_next
     assert outcomes == [Echoed(number=7)]
 
 
-async def test_a_client_is_told_whether_its_name_has_another_address_by_now(
-    bus: Bus, names: NameServer
-) -> None:
+async def test_client_is_told_whether_its_name_has_new_address(bus: Bus, names: NameServer) -> None:
     """The earlier address may be another server's, which answers."""
     server = bus.server(at=TCP)
     client = bus.client(at=server.endpoint.replace("127.0.0.1", names.name("moves")))
@@ -156,7 +154,7 @@ async def test_a_client_is_told_whether_its_name_has_another_address_by_now(
     assert (stayed, has_moved) == (False, True)
 
 
-async def test_lookups_are_bounded_and_one_that_is_not_answered_holds_up_nobody(
+async def test_lookups_are_bounded_and_unanswered_one_delays_no_client(
     bus: Bus, names: NameServer
 ) -> None:
     server, outcomes = bus.server(at=TCP), list[Echoed | KVBusError]()
@@ -175,7 +173,7 @@ async def test_lookups_are_bounded_and_one_that_is_not_answered_holds_up_nobody(
     assert "32 other names are being looked up" in too_many.message
 
 
-async def test_a_name_that_is_not_known_is_told_at_once_and_tried_again(
+async def test_unknown_name_is_reported_at_once_and_tried_again(
     bus: Bus, names: NameServer
 ) -> None:
     server = bus.server(at=TCP)
@@ -211,7 +209,7 @@ async def test_requests_and_events_reach_a_host_by_its_name(bus: Bus, record: Re
     assert told == ("boot", heard, "source")
 
 
-def test_an_ipv6_address_without_brackets_is_refused_with_brackets(bus: Bus) -> None:
+def test_ipv6_address_without_brackets_is_refused_showing_them(bus: Bus) -> None:
     with pytest.raises(ConfigError, match=r"needs brackets: tcp://\[fd00::1\]:7701"):
         bus.client(at="tcp://fd00::1:7701")
 
@@ -220,7 +218,7 @@ def test_an_ipv6_address_without_brackets_is_refused_with_brackets(bus: Bus) -> 
     "endpoint",
     ["tcp://host", "tcp://:7701", "tcp://host:0", "tcp://host:x", "127.0.0.1:7701", "host:7701"],
 )
-def test_what_has_no_port_or_no_tcp_is_refused_with_what_is_wanted(bus: Bus, endpoint: str) -> None:
+def test_endpoint_without_port_or_tcp_is_refused_with_its_form(bus: Bus, endpoint: str) -> None:
     with pytest.raises(ConfigError, match="it is not tcp://HOST:PORT"):
         bus.client(at=endpoint)
 

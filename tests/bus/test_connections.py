@@ -28,7 +28,7 @@ async def test_a_forgotten_boot_is_answered_stale(bus: Bus) -> None:
     assert len(server.sessions) == 0
 
 
-async def test_what_is_pending_fails_when_the_server_comes_back_as_a_new_one(bus: Bus) -> None:
+async def test_pending_request_fails_when_server_comes_back_as_new(bus: Bus) -> None:
     boots: list[str] = []
     earlier = new_context()  # once it is destroyed the endpoint's file is really gone
     old, client = bus.raw(zmq.ROUTER, context=earlier), bus.client(on_boot=boots.append)
@@ -89,7 +89,7 @@ async def test_what_is_in_progress_fails_when_either_end_is_closed(bus: Bus, hol
         client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
 
 
-async def test_a_client_is_told_once_that_its_server_is_gone_and_goes_on_when_it_is_back(
+async def test_client_hears_once_of_lost_server_and_goes_on_once_back(
     bus: Bus,
 ) -> None:
     """Nobody is gone who never answered."""

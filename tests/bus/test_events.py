@@ -30,7 +30,7 @@ RAW = ("boot", "raw")
     ],
     ids=["unsubscriptions", "one in a second frame"],
 )
-async def test_an_unsubscription_takes_no_events_from_other_connections(
+async def test_unsubscription_takes_no_events_from_other_connections(
     bus: Bus, attack: bytes
 ) -> None:
     source = bus.publisher(at=TCP)
@@ -53,7 +53,7 @@ async def test_an_unsubscription_takes_no_events_from_other_connections(
             pass
 
 
-async def test_topics_without_end_end_all_connections_and_who_wants_events_hears_them_again(
+async def test_endless_topics_end_all_connections_and_listeners_resume(
     bus: Bus,
 ) -> None:
     source = bus.publisher(at=TCP)

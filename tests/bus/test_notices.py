@@ -13,7 +13,7 @@ NUM_NOTICES = 500
 SMALL = SocketOptions(hwm=4)
 
 
-async def test_notices_arrive_in_order_between_the_replies_before_and_after_them(bus: Bus) -> None:
+async def test_notices_arrive_in_order_between_surrounding_replies(bus: Bus) -> None:
     received: list[int] = []
 
     async with bus.pair(on_notice=lambda one: received.append(one.seq)) as (server, client):

@@ -33,7 +33,7 @@ def with_limits(**limits: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limit", ["max_pending", "max_session_pending"])
-async def test_a_call_too_many_is_busy_and_what_is_answered_at_once_is_not(
+async def test_call_over_limit_is_busy_unless_answered_at_once(
     bus: Bus, hold: Hold, limit: str
 ) -> None:
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
@@ -79,9 +79,7 @@ async def test_a_session_too_many_is_busy_unless_another_one_is_idle(
     assert [one.boot for one in server.sessions] == ["first" if kept else "second"]
 
 
-async def test_a_crowd_of_senders_that_wait_keeps_none_of_another_connection_out(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_crowd_of_waiting_senders_keeps_no_other_connection_out(bus: Bus, hold: Hold) -> None:
     """One was there before and is idle, one comes after."""
     server = bus.server(hold, **with_limits(max_sessions=8))
     early, late, crowd = bus.client("early"), bus.client("late"), bus.raw(zmq.DEALER)
@@ -130,7 +128,7 @@ async def test_calls_of_one_kind_are_shared_by_those_who_ask(bus: Bus, hold: Hol
     assert answered == Echoed(number=2)
 
 
-async def test_a_frame_at_the_limit_is_read_one_over_it_answered_and_one_far_over_it_cut(
+async def test_frame_at_limit_is_read_over_it_answered_far_over_it_cut(
     bus: Bus,
 ) -> None:
     server = bus.server(lambda _, call: call.reply(Echoed(number=1)))
@@ -158,9 +156,7 @@ async def test_a_frame_at_the_limit_is_read_one_over_it_answered_and_one_far_ove
 
 
 @pytest.mark.parametrize("at", [TCP, ""], ids=["tcp", "ipc"])
-async def test_items_over_the_bound_are_refused_by_the_header_that_announces_them(
-    bus: Bus, at: str
-) -> None:
+async def test_items_over_bound_are_refused_by_announcing_header(bus: Bus, at: str) -> None:
     """A list in `more`, which the operation does not know, fills the request up to the bound."""
     server = bus.server(at=at)
     peer, most = bus.raw(zmq.DEALER, server.endpoint), MAX_PEER_ITEMS if at else MAX_ITEMS
@@ -179,9 +175,7 @@ async def test_items_over_the_bound_are_refused_by_the_header_that_announces_the
     assert over["error"]["detail"]["limit"] == most
 
 
-async def test_large_requests_of_a_connection_that_has_ended_are_dropped(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_large_requests_of_ended_connection_are_dropped(bus: Bus, hold: Hold) -> None:
     """ZeroMQ has queued them all. The small one may be the last `release` of a process."""
     server = bus.server(hold, at=TCP)
 

@@ -22,9 +22,7 @@ from tests.bus.messages import Ask, Echoed, asked, echo, session_of
 pytestmark = pytest.mark.anyio
 
 
-async def test_requests_to_nobody_or_without_a_reply_fail_at_their_deadline(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_unreceived_or_unanswered_requests_fail_at_deadline(bus: Bus, hold: Hold) -> None:
     """What nobody took is not sent later; a late reply is left out."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         at = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
@@ -46,7 +44,7 @@ async def test_requests_to_nobody_or_without_a_reply_fail_at_their_deadline(
     assert client.num_pending == 0
 
 
-async def test_a_request_is_sent_once_by_each_connection_and_answered_however_late(
+async def test_request_is_sent_once_per_connection_and_answered_late(
     bus: Bus,
 ) -> None:
     """The second connection is to another socket of the same process."""
@@ -78,9 +76,7 @@ async def test_a_request_is_sent_once_by_each_connection_and_answered_however_la
     assert reply == Echoed(number=1)
 
 
-async def test_a_repeat_is_absorbed_while_the_first_is_in_progress_and_done_again_after_that(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_repeat_is_absorbed_in_progress_and_done_again_later(bus: Bus, hold: Hold) -> None:
     server, peer = bus.server(hold), bus.raw(zmq.DEALER)
 
     async with bus.running(server):
@@ -100,9 +96,7 @@ async def test_a_repeat_is_absorbed_while_the_first_is_in_progress_and_done_agai
     assert server.counters.repeats_absorbed == 2
 
 
-async def test_an_answer_goes_to_the_connection_that_its_sender_has_now(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_answer_goes_to_current_connection_of_its_sender(bus: Bus, hold: Hold) -> None:
     """What comes late by one that the sender has left is neither done nor brings it back."""
     server, first, second = bus.server(hold), bus.raw(zmq.DEALER), bus.raw(zmq.DEALER)
 
@@ -144,7 +138,7 @@ def reply_with(fill: Any) -> Any:
     ],
     ids=["refused", "a fault", "a reply that cannot be encoded", "a reply that is too large"],
 )
-async def test_what_a_handler_refuses_or_does_wrong_fails_its_request_alone(
+async def test_refusal_or_fault_of_handler_fails_its_request_alone(
     bus: Bus, handler: Any, code: ErrorCode, detail: dict[str, Any], num_faults: int
 ) -> None:
     faults: list[str] = []
@@ -165,7 +159,7 @@ async def test_what_a_handler_refuses_or_does_wrong_fails_its_request_alone(
     assert good == Echoed(number=1)
 
 
-async def test_a_fault_in_a_callback_fails_alone_and_one_that_nobody_takes_ends_the_end(
+async def test_callback_fault_fails_alone_but_unhandled_ends_endpoint(
     bus: Bus,
 ) -> None:
     faults: list[Exception] = []
@@ -229,7 +223,7 @@ async def test_what_a_server_says_wrong_fails_one_request_at_most(bus: Bus) -> N
 
 
 @pytest.mark.parametrize("at", [TCP, "ipc"])
-async def test_what_is_asked_and_answered_in_one_turn_of_the_loop_arrives_in_order(
+async def test_requests_and_replies_of_one_loop_turn_arrive_in_order(
     bus: Bus, hold: Hold, at: str
 ) -> None:
     """A client that is closed in the same turn has sent it all."""

@@ -22,7 +22,7 @@ FEW = 8
 
 
 @pytest.mark.timeout(ENDS_WITHIN_S + 20)
-def test_in_a_minute_of_chaos_no_byte_is_wrong_and_everything_ends() -> None:
+def test_minute_of_chaos_has_no_wrong_byte_and_everything_ends() -> None:
     command = [sys.executable, "-m", "tests.chaos", "--seed", "7", "--minutes", "1"]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
@@ -36,7 +36,7 @@ def test_in_a_minute_of_chaos_no_byte_is_wrong_and_everything_ends() -> None:
     assert found["rogue_answered"]
 
 
-def test_the_same_seed_draws_the_same_faults_and_another_one_others() -> None:
+def test_same_seed_draws_same_faults_and_another_seed_others() -> None:
     again = draw_faults(1, 0, 60.0)
 
     assert draw_faults(1, 0, 60.0) == again
@@ -51,7 +51,7 @@ def views(name: str) -> list[View]:
     return views_of(shape.spec, caches)
 
 
-def test_one_bit_that_changes_in_a_free_block_is_reported_with_who_had_it_last() -> None:
+def test_changed_bit_in_free_block_is_reported_with_last_owner() -> None:
     cache, told = views("d-wide"), list[tuple[str, str]]()
     pool = Pool(cache, dict.fromkeys(("full", "window"), FEW), lambda *of: told.append(of), 1)
     taken = pool.take({"full": 2, "window": 0}, "fetch 5")
@@ -68,7 +68,7 @@ def test_one_bit_that_changes_in_a_free_block_is_reported_with_who_had_it_last()
 
 
 @pytest.mark.parametrize("name", ["d-wide", "d-latent", "d-same"])
-def test_one_bit_of_a_fetch_that_is_wrong_is_seen_in_any_view_and_no_word_is_of_another_offer(
+def test_wrong_bit_is_seen_in_any_view_and_offers_share_no_cell(
     name: str,
 ) -> None:
     cache = views(name)

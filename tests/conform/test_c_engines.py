@@ -110,7 +110,7 @@ def test_an_engine_in_c_breaks_no_rule(plays: Plays, built: Path, number: int) -
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_an_engine_in_c_without_an_agent_says_once_where_it_looks_for_one(
+def test_c_engine_without_agent_says_once_where_it_looks_for_one(
     built: Path, tmp_path: Path, role: str
 ) -> None:
     at = tmp_path / "attach.sock"

@@ -41,7 +41,7 @@ def test_json_is_one_object_with_every_rule_of_the_role() -> None:
     assert rules["offer.tables"]["verdict"] == "untried"
 
 
-def test_an_engine_that_does_not_start_is_told_with_its_last_words() -> None:
+def test_engine_failing_to_start_is_told_with_its_last_cells() -> None:
     options = ["--role", "decode", "--", "sh", "-c", "echo no GPU here >&2; exit 7"]
     result = CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "200"})
 
@@ -62,7 +62,7 @@ def test_a_command_that_is_no_program_is_a_mistake(command: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_scene_that_is_not_there_is_a_mistake_and_those_of_the_page_are_told(role: str) -> None:
+def test_unknown_scene_is_refused_and_scenes_of_page_are_listed(role: str) -> None:
     page = (DOCS / "conformance.md").read_text()
     lists = re.findall(rf"^Of (?:{role} engines|both):\n\n((?:- .*\n)+)", page, re.MULTILINE)
 

@@ -147,7 +147,7 @@ def test_an_engine_without_a_flaw_breaks_no_rule(plays: Plays, number: int) -> N
     assert ended.status == 0
 
 
-def test_an_engine_that_publishes_its_offers_again_with_another_secret_breaks_the_rule(
+def test_republishing_offers_with_other_secret_breaks_the_rule(
     plays: Plays,
 ) -> None:
     play = Play("prefill", (*SDK, "other_secret"), ("--scene", "new_agent"))
@@ -156,9 +156,7 @@ def test_an_engine_that_publishes_its_offers_again_with_another_secret_breaks_th
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE), len(ALL)))
-def test_blocks_that_are_used_in_time_break_no_rule_whatever_the_allocator(
-    plays: Plays, number: int
-) -> None:
+def test_blocks_used_in_time_break_no_rule_with_any_allocator(plays: Plays, number: int) -> None:
     ended = plays.ended(ALL, number)
 
     assert ended.seen("failed") == {}

@@ -86,7 +86,7 @@ def test_descriptors_come_with_their_message_and_are_duplicates(ends: Ends) -> N
         os.close(fd)
 
 
-def test_more_descriptors_than_a_process_may_have_on_their_way_wait() -> None:
+def test_descriptors_in_flight_over_process_limit_wait() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MANY], capture_output=True, text=True, timeout=60, check=False
     )
@@ -106,7 +106,7 @@ def test_an_end_that_closes_is_found_by_the_other(ends: Ends) -> None:
         control.send(Ping())
 
 
-def test_what_an_end_sent_before_it_closed_arrives_though_it_left_something_unread(
+def test_message_sent_before_close_arrives_despite_unread_one(
     ends: Ends,
 ) -> None:
     control, data = ends
@@ -122,7 +122,7 @@ def test_what_an_end_sent_before_it_closed_arrives_though_it_left_something_unre
         control.receive()
 
 
-def test_what_is_too_large_is_refused_and_what_piles_up_breaks_the_channel(
+def test_oversized_message_is_refused_and_backlog_breaks_channel(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus.data.channel.MAX_MESSAGE_BYTES", 1 << 20)

@@ -107,7 +107,7 @@ def wanted(case: Case, tile: Tile, piece: Piece) -> int:
 
 @some(160)
 @given(case=cases(), one_in=st.integers(1, 3), offer_id=st.text(max_size=3))
-def test_both_sides_digest_of_any_sample_what_loops_over_every_element_say(
+def test_both_sides_digest_any_sample_like_loops_over_elements(
     memories: Memories, case: Case, one_in: int, offer_id: str
 ) -> None:
     prefill, decode = case.prefill, case.decode

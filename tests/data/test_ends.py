@@ -31,7 +31,7 @@ with socket.socket(fileno=0) as out:
 """
 
 
-def test_it_ends_when_the_channel_closes_also_with_a_read_that_never_ends(
+def test_process_ends_when_channel_closes_despite_endless_read(
     make_pair: MakePair,
 ) -> None:
     pair = make_pair(64, MIB, tls="tcp")
@@ -45,7 +45,7 @@ def test_it_ends_when_the_channel_closes_also_with_a_read_that_never_ends(
     assert pair.reader.process.wait(WITHIN_S) == 0
 
 
-def test_it_ends_with_the_process_that_started_it_while_the_channel_is_open() -> None:
+def test_process_ends_with_its_parent_while_channel_is_open() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
@@ -66,7 +66,7 @@ def _ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], WITHIN_S)[0])
 
 
-def test_it_does_not_start_for_a_process_that_did_not_make_its_channel() -> None:
+def test_process_does_not_start_if_parent_did_not_make_channel() -> None:
     """The one that did has ended: another process is its parent then."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     start = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stdin=0))"
@@ -86,9 +86,7 @@ def test_signals_that_end_an_agent_leave_it_running(start: Start) -> None:
     assert data.call(wire.Ping()) is None
 
 
-def test_a_defect_ends_it_with_its_trace_in_the_log_and_on_stderr(
-    start: Start, folder: Path
-) -> None:
+def test_defect_ends_process_with_trace_in_log_and_on_stderr(start: Start, folder: Path) -> None:
     with (folder / "stderr").open("wb") as stderr:
         data: Data = start(stderr=stderr)
 
@@ -157,7 +155,7 @@ class LostGpu:
         """Do nothing."""
 
 
-def test_a_fault_of_a_gpu_fails_the_copy_so_that_it_is_repeated_and_ends_the_process(
+def test_gpu_fault_fails_copy_for_repeat_and_ends_process(
     monkeypatch: pytest.MonkeyPatch, memory: MakeMemory
 ) -> None:
     package = SimpleNamespace(

@@ -54,9 +54,7 @@ def test_a_copy_brings_the_blocks_of_its_tables(
     assert (target.blocks[NUM_BLOCKS - num_blocks :] == source.blocks[:num_blocks]).all()
 
 
-def test_jobs_fail_with_the_error_of_what_they_name_or_as_a_defect_without_any(
-    one: Data, memory: MakeMemory
-) -> None:
+def test_jobs_fail_with_error_of_named_objects_or_as_defect(one: Data, memory: MakeMemory) -> None:
     flat = memory(1, BLOCK_BYTES)
     wrong = wire.AddMemory(
         memory=1,

@@ -26,7 +26,7 @@ def stopped(make_pair: MakePair) -> tuple[Pair, int]:
     return pair, number
 
 
-def test_a_stopped_peer_keeps_its_read_in_flight_and_holds_up_nothing_else(
+def test_stopped_peer_keeps_its_read_in_flight_and_delays_no_job(
     stopped: tuple[Pair, int], memory: MakeMemory
 ) -> None:
     pair, number = stopped
@@ -62,7 +62,7 @@ def test_a_stopped_peer_keeps_its_read_in_flight_and_holds_up_nothing_else(
     reader.call(wire.RemoveMemory(memory=1))
 
 
-def test_a_peer_killed_during_a_read_is_lost_and_another_is_still_readable(
+def test_peer_killed_during_read_is_lost_and_other_is_readable(
     stopped: tuple[Pair, int], memory: MakeMemory
 ) -> None:
     pair, number = stopped
@@ -103,7 +103,7 @@ def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: tuple[Pai
     assert not reader.has_ended(number)
 
 
-def test_a_peer_that_is_added_again_after_its_connections_broke_is_readable(
+def test_peer_added_again_after_broken_connections_is_readable(
     make_pair: MakePair,
 ) -> None:
     pair = make_pair()

@@ -22,7 +22,7 @@ def cut(flat: FlatMemory) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 256], ids=["on the main thread", "in a thread"])
-def test_a_copy_from_memory_that_its_owner_truncates_fails_and_is_reported_once(
+def test_copy_from_truncated_memory_fails_and_is_reported_once(
     one: Data, memory: MakeMemory, num_blocks: int
 ) -> None:
     source = memory(256, BLOCK_BYTES, seed=1, sealed=False)
@@ -57,7 +57,7 @@ def test_a_holder_whose_memory_is_truncated_lives_and_reports_it(make_pair: Make
     assert pair.holder.notices.count(wire.Cut(1, "kv")) == 1
 
 
-def test_a_discarded_memory_is_zeros_for_reads_and_no_source_of_copies(
+def test_discarded_memory_reads_as_zeros_and_is_no_copy_source(
     make_pair: MakePair, memory: MakeMemory
 ) -> None:
     pair = make_pair(256, BLOCK_BYTES, tls="tcp")
@@ -78,7 +78,7 @@ def test_a_discarded_memory_is_zeros_for_reads_and_no_source_of_copies(
     assert pair.theirs.content.any(), "the engine has its own mapping"
 
 
-def test_addresses_that_nixl_knew_stay_zeros_after_a_removal_and_a_number_can_be_used_again(
+def test_removed_nixl_addresses_stay_zeros_and_number_is_reused(
     make_pair: MakePair, memory: MakeMemory
 ) -> None:
     pair = make_pair(256, BLOCK_BYTES)

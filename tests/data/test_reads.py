@@ -13,7 +13,7 @@ from tests.data_process import MIB, Data, add_plan, moves
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
 @pytest.mark.parametrize("slice_bytes", [64 << 10, 5056], ids=["many in one", "one in many"])
-def test_scattered_blocks_land_where_they_belong_and_nowhere_else(
+def test_scattered_blocks_land_in_their_places_and_nowhere_else(
     make_pair: MakePair, tls: str, slice_bytes: int
 ) -> None:
     pair = make_pair(1 << 14, 64, tls=tls, slice_bytes=slice_bytes)
@@ -51,9 +51,7 @@ def test_a_read_that_is_small_or_urgent_overtakes_a_large_one(
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp"])
-def test_reads_over_shared_memory_end_undriven_once_they_are_connected(
-    make_pair: MakePair, tls: str
-) -> None:
+def test_connected_reads_over_shared_memory_end_undriven(make_pair: MakePair, tls: str) -> None:
     pair = make_pair(tls=tls)
     reader = pair.reader
 
@@ -75,7 +73,7 @@ def test_a_read_of_memory_that_was_not_registered_fails_alone(make_pair: MakePai
     assert pair.can_read()
 
 
-def test_memory_is_readable_once_its_metadata_is_added_and_again_after_a_removal(
+def test_memory_is_readable_once_metadata_is_added_and_readded(
     make_pair: MakePair, memory: MakeMemory
 ) -> None:
     pair = make_pair()
@@ -121,7 +119,7 @@ def test_metadata_may_be_added_while_a_read_is_in_flight(
     assert np.array_equal(pair.ours.blocks[3], later.flat.blocks[3])
 
 
-def test_memory_is_registered_when_nixl_opens_if_it_is_mapped_by_then(
+def test_memory_mapped_before_nixl_opens_is_registered_then(
     start: Start, memory: MakeMemory
 ) -> None:
     holder, reader = opened(start("holder")), start("reader")
@@ -138,7 +136,7 @@ def test_memory_is_registered_when_nixl_opens_if_it_is_mapped_by_then(
     assert np.array_equal(ours.blocks[0], theirs.blocks[2])
 
 
-def test_a_name_that_is_not_the_metadatas_is_refused_and_reads_from_it_with_the_same_error(
+def test_peer_name_unlike_its_metadata_is_refused(
     make_pair: MakePair,
 ) -> None:
     pair = make_pair()
@@ -150,7 +148,7 @@ def test_a_name_that_is_not_the_metadatas_is_refused_and_reads_from_it_with_the_
     assert pair.can_read()
 
 
-def test_a_read_that_ucx_cannot_post_names_the_settings_of_the_environment(
+def test_read_unpostable_by_ucx_names_settings_of_environment(
     make_pair: MakePair,
 ) -> None:
     pair = make_pair(env={"UCX_PROTO_ENABLE": "n"})
@@ -161,7 +159,7 @@ def test_a_read_that_ucx_cannot_post_names_the_settings_of_the_environment(
     assert "UCX_PROTO_ENABLE=n" in failed.value.message
 
 
-def test_a_read_of_many_runs_arrives_and_one_outside_of_its_tables_fails(
+def test_read_of_many_runs_arrives_and_one_outside_tables_fails(
     make_pair: MakePair,
 ) -> None:
     pair = make_pair(1 << 14, 64)
@@ -177,7 +175,7 @@ def test_a_read_of_many_runs_arrives_and_one_outside_of_its_tables_fails(
     assert reply.error.code is ErrorCode.GEOMETRY
 
 
-def test_a_process_that_is_told_to_opens_tcp_sockets_on_its_interfaces_alone(
+def test_opened_nixl_has_tcp_sockets_on_its_interfaces_alone(
     start: Start,
 ) -> None:
     data: Data = start()

@@ -146,7 +146,7 @@ def test_a_slot_that_is_not_there_is_refused(one: Data, memory: MakeMemory, slot
         one.call(gather)
 
 
-def test_slots_that_cannot_be_had_are_refused_and_so_is_what_names_them(one: Data) -> None:
+def test_unavailable_slots_and_jobs_naming_them_are_refused(one: Data) -> None:
     huge = wire.OpenSlots(device=HOST, num_slots=1 << 30, slot_bytes=1 << 30)
 
     with pytest.raises(SegmentError, match="does not fit"):
@@ -200,7 +200,7 @@ def huge_bytes(data: Data, address: int) -> int:
 
 
 @pytest.mark.parametrize(("nic_reads_gpu", "refused"), [(True, ["VRAM"]), (False, [])])
-def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_it_and_nixl_takes_it_else_pinned(
+def test_gpu_slots_are_pinned_unless_nic_and_nixl_take_vram(
     monkeypatch: pytest.MonkeyPatch, nic_reads_gpu: bool, refused: list[str]
 ) -> None:
     made: list[SharedSegment] = []

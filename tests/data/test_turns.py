@@ -80,7 +80,7 @@ JOBS = st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers
 
 
 @given(jobs=st.lists(JOBS, max_size=6), num_threads=st.sampled_from([1, 2, 5]))
-def test_every_job_does_its_parts_once_and_ends_once_by_the_first_that_fails(
+def test_job_does_each_part_once_and_ends_once_by_first_failure(
     jobs: list[tuple[int, int | None, int]], num_threads: int
 ) -> None:
     log = Log()
@@ -104,7 +104,7 @@ def test_every_job_does_its_parts_once_and_ends_once_by_the_first_that_fails(
         assert least <= num_done <= min(count, least + num_threads * (failing is not None))
 
 
-def test_a_stopped_job_begins_no_further_part_and_ends_after_the_one_that_runs() -> None:
+def test_stopped_job_begins_no_part_and_ends_after_running_one() -> None:
     log = Log()
     parts = [log.part("first"), *log.parts("held", 9)]
     with copiers_of() as threads:
@@ -137,7 +137,7 @@ def test_a_small_job_waits_for_one_part_of_a_large_one() -> None:
 @pytest.mark.parametrize(
     ("num_urgent", "num_slow", "first_over"), [(8, 20, "urgent"), (80, 3, "slow")]
 )
-def test_urgent_parts_are_done_before_those_that_waited_which_have_some_turns_too(
+def test_urgent_parts_go_first_but_waiting_ones_get_some_turns(
     num_urgent: int, num_slow: int, first_over: str
 ) -> None:
     log = Log()
@@ -153,7 +153,7 @@ def test_urgent_parts_are_done_before_those_that_waited_which_have_some_turns_to
     assert log.done[1:9].count("slow") <= 2
 
 
-def test_a_copy_has_a_part_for_each_thread_unless_it_is_small_and_none_above_the_most() -> None:
+def test_large_copy_has_part_per_thread_and_none_over_maximum() -> None:
     mib = 1 << 20
     with copiers_of(4) as threads:
         sizes = [threads.part_bytes(size, most=8 * mib) for size in (mib, 8 * mib, 64 * mib)]

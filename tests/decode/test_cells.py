@@ -169,7 +169,7 @@ def leave_a_stopped_agent(site: Site, _: Offer) -> None:
     wait_poisoned(site)
 
 
-async def test_an_offer_that_was_taken_by_its_word_before_a_crash_is_not_offered_again(
+async def test_offer_taken_by_cell_before_crash_is_not_offered_again(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent was stopped, so it could not report that; the next one is told of it."""
@@ -261,7 +261,7 @@ async def test_an_offer_that_was_taken_before_stays_taken(
             assert await offer.ended is Outcome.COMPLETED
 
 
-async def test_an_agent_that_was_left_while_it_was_stopped_says_no_to_a_take_that_came_first(
+async def test_stopped_agent_left_by_engine_refuses_earlier_take(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on as soon as the engine has written over the blocks, which still closes its link."""
@@ -295,7 +295,7 @@ async def test_an_agent_that_was_left_while_it_was_stopped_says_no_to_a_take_tha
 
 
 @pytest.mark.parametrize("readers", [1, 2])
-async def test_what_a_stopped_agent_has_not_answered_keeps_its_blocks_until_it_does(
+async def test_offer_at_stopped_agent_keeps_its_blocks_until_answered(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, readers: int
 ) -> None:
     """It makes the offer when it goes on, and a reader waits for that."""
@@ -315,7 +315,7 @@ async def test_what_a_stopped_agent_has_not_answered_keeps_its_blocks_until_it_d
         assert await site.works()
 
 
-async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_its_time_is_over(
+async def test_taken_offer_of_silent_reader_completes_when_it_expires(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with site_of(folder, fresh, monkeypatch) as site:
@@ -330,7 +330,7 @@ async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_it
 
 
 @pytest.mark.parametrize("most", [2, MAX_COMMITS])
-async def test_offers_that_are_taken_at_once_are_told_of_by_few_messages_of_bounded_size(
+async def test_offers_taken_at_once_are_told_by_few_bounded_messages(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     async with site_of(folder, fresh, monkeypatch) as site:

@@ -704,7 +704,7 @@ LAST: list[tuple[float, ev.Event]] = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_whatever_comes_in_any_state_ends_a_fetch_once_and_frees_its_blocks_once(
+def test_any_event_in_any_state_ends_fetch_and_frees_blocks_once(
     situation: str,
 ) -> None:
     for first, second in product(ANYTHING, ANYTHING):
@@ -724,7 +724,7 @@ def test_whatever_comes_in_any_state_ends_a_fetch_once_and_frees_its_blocks_once
 
 
 @pytest.mark.parametrize("end", [CANCEL, NO_PART, LOST, STOPPED, renew_failed(EXPIRED)])
-def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_terminal(
+def test_given_up_read_is_told_now_and_its_blocks_when_terminal(
     end: ev.Event,
 ) -> None:
     table = play(*READING)
@@ -747,7 +747,7 @@ def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_termi
         (math.nan, 0, 0.001),
     ],
 )
-def test_a_busy_offer_is_acquired_again_when_the_prefill_agent_says_or_a_little_later(
+def test_busy_offer_is_acquired_again_at_hint_or_a_little_later(
     hint_s: float, jitter: float, due_at: float
 ) -> None:
     busy = failed(BUSY, jitter=jitter, retry_after_s=hint_s)
@@ -755,9 +755,7 @@ def test_a_busy_offer_is_acquired_again_when_the_prefill_agent_says_or_a_little_
     assert play(requested(timeout_s=10.0), READY, busy).deadlines.next() == due_at
 
 
-def test_an_answer_may_be_as_late_as_the_fetch_but_that_of_an_agent_which_may_not_be_there() -> (
-    None
-):
+def test_answer_may_be_late_as_fetch_unless_agent_may_be_gone() -> None:
     for kind, steps, last, longest_s in (
         (AwaitOffer, [], awaiting(timeout_s=9.0), 10.0),
         (Acquire, [requested(timeout_s=9.0)], READY, 5.0),
@@ -779,7 +777,7 @@ def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_
     assert commit.timeout_s == pytest.approx(timeout_s)
 
 
-def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_about() -> None:
+def test_requests_name_their_blocks_ticket_and_token() -> None:
     ahead = commands_of(ev.ReadChunk, last=ALONE)
     commit = commands_of(Commit, ALONE, last=READ)
     under_lease = commands_of(Commit, *READING, last=READ)
@@ -812,7 +810,7 @@ def test_the_blocks_of_a_chunk_do_not_grow_under_its_read() -> None:
     assert first.tables == blocks(8)
 
 
-def test_the_report_adds_up_the_chunks_and_the_time_of_each_stage() -> None:
+def test_report_adds_up_chunks_and_time_of_each_stage() -> None:
     steps: list[Step] = [
         *(STATE, READY, (1, grant(16, at=1)), (2, read(300, "packed")), (2.5, HINT)),
         *(grant(32, sealed=False, after=16, at=2.5), (2.75, read(200, "direct")), (3, HINT)),

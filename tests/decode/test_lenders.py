@@ -233,7 +233,7 @@ CHUNKS = (
 FILES = st.lists(st.sampled_from([0, PAGE, None]), max_size=3)
 
 
-async def test_no_bytes_whatever_of_a_lender_do_more_than_to_be_refused(here: Borrowing) -> None:
+async def test_arbitrary_bytes_of_lender_are_only_refused(here: Borrowing) -> None:
     scripts: list[Script] = []
 
     @settings(max_examples=num_examples(1000), suppress_health_check=list(HealthCheck))
@@ -267,7 +267,7 @@ FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket, str]] = {
 
 
 @pytest.mark.parametrize(("told", "reason"), FOLLOWED_NOWHERE.values(), ids=FOLLOWED_NOWHERE)
-async def test_a_path_that_leads_to_no_agent_is_not_followed_and_why_is_said_once(
+async def test_path_to_no_agent_is_not_followed_and_reason_told_once(
     here: Borrowing, told: MemorySocket, reason: str
 ) -> None:
     machine = here.machine if told.machine == HERE else told.machine
@@ -334,7 +334,7 @@ async def test_a_folder_that_others_may_enter_is_no_agents(here: Borrowing) -> N
     assert "others must not enter" in str(await here.borrow_here())
 
 
-async def test_an_agent_that_cannot_have_its_memory_socket_lends_nothing_and_works(
+async def test_agent_without_memory_socket_lends_nothing_and_works(
     folder: Path,
 ) -> None:
     (folder / "r" / "memory.sock").mkdir(parents=True)

@@ -44,7 +44,7 @@ MANY_TOKENS = 600
 @pytest.mark.parametrize(
     ("tp", "memory"), [(2, None), (1, Memory(direct=False))], ids=["registered", "unregistered"]
 )
-async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
+async def test_handoff_leaves_prefill_memory_mapped_byte_for_byte(
     folder: Path, tp: int, memory: Memory | None
 ) -> None:
     async with neighbours(folder) as both, both.engines(tp=tp, memory=memory) as (source, target):
@@ -60,7 +60,7 @@ async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["at once", "in threads"])
-async def test_the_trace_of_a_mapped_copy_has_it_as_a_transfer_of_the_reading(
+async def test_trace_of_mapped_copy_shows_it_as_transfer_of_reading(
     folder: Path, num_tokens: int
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
@@ -78,7 +78,7 @@ async def test_the_trace_of_a_mapped_copy_has_it_as_a_transfer_of_the_reading(
         assert reading.start_s <= transfer.start_s <= transfer.end_s <= reading.end_s
 
 
-async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder: Path) -> None:
+async def test_ended_engine_leaves_zeros_under_the_same_addresses(folder: Path) -> None:
     async with neighbours(folder) as both:
         async with both.engines() as (source, target):
             assert await works(source, target)
@@ -94,7 +94,7 @@ async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder:
         assert "ended" in both.state
 
 
-async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(
+async def test_forgotten_route_leaves_its_bytes_to_running_copies(
     folder: Path,
 ) -> None:
     """And the event loop does not unmap what it was the last to hold."""
@@ -118,7 +118,7 @@ async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(
         assert await works(source, target)
 
 
-async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
+async def test_rank_of_more_segments_than_one_message_is_mapped_whole(
     folder: Path,
 ) -> None:
     spec = make_spec()
@@ -144,7 +144,7 @@ async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
         await until(lambda: all(map(given_back, processes)))
 
 
-async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_again(
+async def test_memory_cut_by_engine_reads_as_zeros_and_route_is_remade(
     folder: Path,
 ) -> None:
     async with neighbours(folder) as both:
@@ -219,7 +219,7 @@ def before_one_copy(both: Neighbours, patch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["here", "in the data process"])
-async def test_a_copy_of_memory_that_ended_meanwhile_does_not_count_and_is_made_again(
+async def test_copy_of_memory_ended_meanwhile_is_void_and_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
@@ -284,7 +284,7 @@ async def test_no_route_is_kept_whose_source_went_during_its_handshake(
         assert not seen[1].closed
 
 
-async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
+async def test_no_route_is_kept_into_engine_lost_during_handshake(
     folder: Path,
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):

@@ -56,7 +56,7 @@ async def listing(
 
 
 @pytest.mark.anyio
-async def test_a_defect_of_warming_keeps_the_agent_that_it_is_about_cold_and_nothing_else() -> None:
+async def test_defect_of_warming_keeps_only_its_own_agent_cold() -> None:
     async with listing("tcp://10.0.0.1:1") as peers:
         await until(lambda: peers.view("tcp://10.0.0.1:1").problem)
 
@@ -65,7 +65,7 @@ async def test_a_defect_of_warming_keeps_the_agent_that_it_is_about_cold_and_not
 
 
 @pytest.mark.anyio
-async def test_an_agent_that_cannot_be_met_is_asked_less_and_less_often(
+async def test_agent_failing_to_meet_is_asked_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.02)
@@ -78,7 +78,7 @@ async def test_an_agent_that_cannot_be_met_is_asked_less_and_less_often(
 
 
 @pytest.mark.anyio
-async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches_made(
+async def test_agent_refusing_early_meeting_keeps_routes_of_fetches(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
@@ -100,7 +100,7 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
 
 
 @pytest.mark.anyio
-async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
+async def test_moved_listed_agent_is_met_at_new_address_of_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
@@ -147,9 +147,7 @@ async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", ["mapped", "direct"])
-async def test_nothing_of_a_process_that_was_lost_is_used_when_it_answers_again(
-    folder: Path, path: str
-) -> None:
+async def test_state_of_lost_process_is_not_reused_when_it_answers(folder: Path, path: str) -> None:
     """A firewall may refuse connections in the name of an agent that lives."""
     async with neighbours(folder, decode={"path": path}) as both, both.engines() as engines:
         assert await works(*engines)
@@ -170,7 +168,7 @@ async def test_nothing_of_a_process_that_was_lost_is_used_when_it_answers_again(
 
 
 @pytest.mark.anyio
-async def test_a_process_elsewhere_does_not_take_over_the_name_of_a_nixl_agent(
+async def test_process_elsewhere_does_not_take_over_nixl_agent_name(
     folder: Path,
 ) -> None:
     """A name is no proof: who was met first under it is still read."""
@@ -218,7 +216,7 @@ EXTENTS = st.sets(PAIRS.map(lambda pair: (pair[0], pair[0] + pair[1])), max_size
 @given(EXTENTS, EXTENTS)
 @example({(0, 4)}, {(2, 6)})  # few random sets have one overlap alone, of which the later is known
 @example({(2, 6)}, {(0, 4)})
-def test_memory_misfits_when_it_overlaps_what_is_known_and_is_not_the_same(
+def test_memory_misfits_if_it_overlaps_known_memory_and_differs(
     here: set[Extent], known: set[Extent]
 ) -> None:
     overlaps = any(

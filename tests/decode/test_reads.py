@@ -253,7 +253,7 @@ ENDS: dict[str, Make] = {
 
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("stop", [stopped, ending, due, gone("another")])
-def test_what_can_write_is_over_only_when_it_was_said_to_have_ended(kind: str, stop: Make) -> None:
+def test_writing_transfer_is_over_only_when_reported_ended(kind: str, stop: Make) -> None:
     one = chunk(kind)
 
     table = play(one, (1.0, stop, None), (1000.0, due, None))

@@ -40,7 +40,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert result.output.startswith("kvbus 0.")
 
 
-def test_outputs_that_were_not_compared_are_told_from_those_that_differ(
+def test_uncompared_outputs_are_told_from_differing_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As of a run that Ctrl-C ended."""
@@ -70,7 +70,7 @@ def test_outputs_that_were_not_compared_are_told_from_those_that_differ(
         ({"prefill": 0, "decode": 0}, ["the decode agent was ended"], False),
     ],
 )
-def test_what_is_still_held_or_not_counted_or_went_wrong_fails_the_run(
+def test_leaked_or_uncounted_blocks_or_trouble_fail_the_run(
     leaks: dict[str, int] | None, trouble: list[str], is_ok: bool
 ) -> None:
     report = DemoReport(DemoOptions(requests=0), leaks=leaks, trouble=trouble)

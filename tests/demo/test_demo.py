@@ -36,7 +36,7 @@ def sides(prefill: str, decode: str, both: str) -> list[str]:
     return ["--prefill", prefill, "--decode", decode, *options]
 
 
-def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_was_run(
+def test_outputs_equal_model_run_alone_and_are_told_with_setup(
     demo: Demo,
 ) -> None:
     status, figures, said = demo.run(*SMALL, "--decode", "tp=2")
@@ -55,7 +55,7 @@ def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_w
     ("prefill", "decode", "both", "paths"),
     [CI_SHAPE, *(pytest.param(*shape, marks=pytest.mark.long) for shape in SHAPES)],
 )
-def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
+def test_engines_of_other_shapes_match_output_of_model_alone(
     demo: Demo, prefill: str, decode: str, both: str, paths: set[str]
 ) -> None:
     status, figures, table = demo.run(*SMALL, *sides(prefill, decode, both))
@@ -65,7 +65,7 @@ def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
     assert set(figures["paths"]) <= paths
 
 
-def test_one_flipped_byte_of_moved_kv_fails_the_run_and_no_other_output(demo: Demo) -> None:
+def test_flipped_byte_of_moved_kv_fails_run_and_no_other_output(demo: Demo) -> None:
     status, figures, table = demo.run(*SMALL, "--flip-one-byte", *sides(*HOST_SHAPE))
 
     assert (status, figures["matched"], figures["failed"]) == (1, 4, 0)

@@ -70,7 +70,7 @@ def alone(model: Transformer) -> list[Any]:
 
 
 @pytest.mark.parametrize("change", ["first", "middle", "last", "order"])
-def test_output_depends_on_every_byte_of_the_prompt_and_their_order(
+def test_output_depends_on_every_prompt_byte_and_their_order(
     model: Transformer, alone: list[Any], change: str
 ) -> None:
     changed = list(PROMPT)
@@ -84,7 +84,7 @@ def test_output_depends_on_every_byte_of_the_prompt_and_their_order(
     assert all(a.digest != b.digest for a, b in zip(steps, alone, strict=True))
 
 
-def test_output_does_not_repeat_one_token_and_is_that_of_the_seed() -> None:
+def test_output_repeats_no_single_token_and_follows_its_seed() -> None:
     of_the_demo = Transformer(DemoOptions().spec("alone"), 0)
     tokens = [step.token for step in generate_alone(of_the_demo, PROMPT, 24)]
     first, same, other = (generate_alone(small("gqa", seed=seed), PROMPT, 2) for seed in (7, 7, 8))
@@ -100,7 +100,7 @@ def test_output_does_not_repeat_one_token_and_is_that_of_the_seed() -> None:
     block_size=st.integers(1, 40),
     ranks=st.tuples(st.integers(1, 8), st.integers(1, 4)),
 )
-def test_output_is_bitwise_the_same_whatever_the_blocks_and_the_parallelism(
+def test_output_is_bitwise_same_for_any_blocks_and_parallelism(
     model: Transformer, alone: list[Any], random: Random, block_size: int, ranks: tuple[int, int]
 ) -> None:
     needed = -(-(len(PROMPT) + NUM_STEPS) // block_size)
@@ -157,7 +157,7 @@ def test_one_flipped_bit_of_any_used_slot_changes_the_digests(
     assert unnoticed == []
 
 
-def test_what_is_behind_the_last_token_or_was_left_behind_by_a_window_changes_nothing(
+def test_slots_after_last_token_or_before_window_change_nothing(
     model: Transformer, alone: list[Any]
 ) -> None:
     """A request's own decode reads no position that its fetch did not ask for."""

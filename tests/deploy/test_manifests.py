@@ -49,7 +49,7 @@ def test_every_object_is_valid_by_its_schema(overlay: str, version: str) -> None
         kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_kinds_without_a_schema_have_the_fields_of_their_references() -> None:
+def test_kinds_without_schema_have_fields_of_their_references() -> None:
     (monitor,), (rule,) = (every("overlays/vllm", k) for k in ("PodMonitor", "PrometheusRule"))
     groups = every("overlays/leader-worker-set", "LeaderWorkerSet")
 
@@ -67,7 +67,7 @@ def test_kinds_without_a_schema_have_the_fields_of_their_references() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_pod_has_its_agent_first_as_the_same_user_with_time_to_drain_and_all_that_it_names(
+def test_pod_has_agent_first_same_user_drain_time_and_named_maps(
     overlay: str,
 ) -> None:
     drain_s = float(config_of(overlay)["KVBUS_DRAIN_TIMEOUT_S"])

@@ -145,9 +145,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_alert_fires_on_what_it_is_for_and_is_silent_on_what_is_usual(
-    tmp_path: Path, name: str
-) -> None:
+def test_alert_fires_on_its_case_and_is_silent_on_usual_metrics(tmp_path: Path, name: str) -> None:
     number = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
     fires, silent = CASES[name]
 
@@ -213,7 +211,7 @@ def labels_of(target: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.anyio
-async def test_what_the_board_and_the_alerts_ask_for_is_on_the_pages_of_agents(
+async def test_metrics_of_board_and_alerts_are_on_pages_of_agents(
     prefill: AgentProcess, decode: AgentProcess, tmp_path: Path
 ) -> None:
     series = await scraped(prefill, decode)

@@ -180,7 +180,7 @@ def ready(pod: Pod) -> int:
     return pod.probed(agent(pod), "readinessProbe")
 
 
-def test_the_pods_hand_over_and_drain_and_have_the_probes_and_the_token_of_the_manifests(
+def test_pods_hand_over_and_drain_with_manifest_probes_and_token(
     cluster: Cluster,
 ) -> None:
     prefill, decode = cluster.start("overlays/vllm", prefill="prefill", decode="decode")
@@ -231,7 +231,7 @@ def test_pods_of_one_node_map_memory_where_they_share_the_folder(
     assert "its memory can be mapped" in near
 
 
-def test_the_two_agents_of_an_engine_over_two_pods_reach_each_other_and_the_workers_is_ready_first(
+def test_agents_of_two_pod_engine_meet_and_worker_is_ready_first(
     cluster: Cluster,
 ) -> None:
     pods = {"worker": "decode workerTemplate", "leader": "decode leaderTemplate"}
@@ -244,7 +244,7 @@ def test_the_two_agents_of_an_engine_over_two_pods_reach_each_other_and_the_work
     assert started(worker)["peer"] in near
 
 
-def test_keys_of_agents_and_of_tickets_are_rotated_as_the_page_says(
+def test_agent_and_ticket_keys_are_rotated_as_page_says(
     cluster: Cluster,
 ) -> None:
     prefill, decode = cluster.start("overlays/vllm", prefill="prefill", decode="decode")

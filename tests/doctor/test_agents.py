@@ -63,7 +63,7 @@ def test_an_agent_that_may_have_all_that_it_wants_leaves_nothing(folder: Path) -
         ("events_bind", "tcp://lo:0", ""),
     ],
 )
-def test_an_address_that_cannot_be_had_in_whatever_form_is_an_error(
+def test_unavailable_address_in_any_form_is_an_error(
     folder: Path, taken: int, key: str, address: str, error: str
 ) -> None:
     at = address.format(taken=taken, more=min(taken + 50, 65_535))
@@ -109,7 +109,7 @@ def test_a_folder_is_looked_at_and_left_as_it_is(
     assert (stat.S_IMODE(path.stat().st_mode) if path.exists() else None) == mode
 
 
-def test_agents_cannot_have_one_address_or_name_or_folder_and_together_too_much_memory(
+def test_agents_clash_by_address_name_folder_or_too_much_memory(
     folder: Path,
 ) -> None:
     port = free_port()
@@ -133,7 +133,7 @@ def test_agents_cannot_have_one_address_or_name_or_folder_and_together_too_much_
     ("status", "severity", "said"),
     [(0, "ok", "kept from other users"), (1, "warning", "open to other users")],
 )
-def test_ucx_on_loopback_is_looked_at_with_the_rule_that_closes_it(
+def test_ucx_on_loopback_is_checked_with_rule_closing_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, status: int, severity: str, said: str
 ) -> None:
     iptables = folder / "iptables"
@@ -149,7 +149,7 @@ def test_ucx_on_loopback_is_looked_at_with_the_rule_that_closes_it(
     assert found["command"].endswith("" if severity == "ok" else rule)
 
 
-def test_a_data_plane_without_a_fence_and_wrong_keys_and_tokens_are_errors(folder: Path) -> None:
+def test_unfenced_data_plane_and_wrong_keys_or_tokens_are_errors(folder: Path) -> None:
     token = folder / "token"
     token.write_text("a-token-of-some-length")
     token.chmod(0o644)
@@ -185,7 +185,7 @@ def test_an_agent_that_trusts_no_agent_of_another_role_is_warned(
     assert keys["found"].endswith(said)
 
 
-def test_agents_that_run_have_their_ports_and_each_pair_is_looked_at_once(fresh: Agents) -> None:
+def test_running_agents_have_ports_and_each_pair_is_checked_once(fresh: Agents) -> None:
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode", mapped=True)
     closed = fresh.prepare("decode", mapped=False, staging_bytes=0)
     fresh.start(prefill, decode, closed)

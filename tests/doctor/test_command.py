@@ -49,7 +49,7 @@ def test_a_warning_fails_only_a_strict_one_and_an_error_each(
     assert found["limits.open_files"]["values"] == {"open_files": limit}
 
 
-def test_a_family_that_cannot_be_looked_at_does_not_end_the_others(
+def test_family_failing_to_be_checked_does_not_end_others(
     open_files: Callable[[int], None],
 ) -> None:
     used = {int(path.name) for path in Path("/proc/self/fd").iterdir()}

@@ -71,7 +71,7 @@ async def test_a_handshake_that_was_refused_is_told_until_one_is_done(fresh: Age
     assert "its NIXL takes connections at" in done["data"]["found"]
 
 
-async def test_each_agent_is_asked_with_its_own_key_and_known_though_it_was_never_met(
+async def test_agent_never_met_is_asked_with_its_own_key_and_known(
     fresh: Agents,
 ) -> None:
     ring = KeyRing(fresh.folder)

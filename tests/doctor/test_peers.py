@@ -79,7 +79,7 @@ def test_what_each_says_is_wrong_with_it_is_told_with_what_to_do() -> None:
         ({"server_key": KEYS["p"]}, KEYS["d"], "error", "as nothing, not as decode"),
     ],
 )
-def test_each_agent_has_to_trust_the_key_of_the_other_in_its_role(
+def test_each_agent_must_trust_key_of_other_in_its_role(
     of_prefill: Told, of_decode: Any, severity: str, said: str
 ) -> None:
     trusting = {"server_key": of_decode, "roles": ["prefill"]} if of_decode else {}
@@ -161,7 +161,7 @@ def test_an_agent_of_this_side_that_does_not_answer_is_an_error() -> None:
     assert "peer.roles" not in found
 
 
-def test_a_port_at_which_nobody_listens_and_a_host_that_is_none_are_named() -> None:
+def test_closed_port_and_unknown_host_are_named() -> None:
     port = free_port()
 
     closed = doctor("--only", "peer", "--peer", f"tcp://127.0.0.1:{port}")

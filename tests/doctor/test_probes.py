@@ -126,7 +126,7 @@ def test_nixl_that_does_not_work_is_an_error_with_its_reason(
     ],
     ids=["target-first", "target-stays", "target-late"],
 )
-def test_of_a_pair_of_processes_the_one_that_failed_is_told_and_both_end(
+def test_failed_process_of_pair_is_named_and_both_end(
     machine: Machine, target: str, reader: str, told: str
 ) -> None:
     machine.has(target=target, reader=reader)

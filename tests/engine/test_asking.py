@@ -85,7 +85,7 @@ def tables_of(
 ALL = {"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]}
 
 
-def test_groups_may_be_left_out_and_all_of_them_where_nothing_is_wanted() -> None:
+def test_groups_may_be_left_out_and_all_if_nothing_is_wanted() -> None:
     some = tables_of({"full": [7, 3, 9], "state": [4]}, num_tokens=40)
     nothing: list[dict[str, list[int]]] = [{}, {name: [] for name in ALL}]
     none = [tables_of(ids, num_tokens=40, first_token=40) for ids in nothing]
@@ -97,7 +97,7 @@ def test_groups_may_be_left_out_and_all_of_them_where_nothing_is_wanted() -> Non
 @pytest.mark.parametrize(
     "block_ids", [{"full2": [1]}, *({"full": ids} for ids in ([-1], [2**32], [0.5], [[1, 2]]))]
 )
-def test_groups_and_ids_that_are_none_are_refused_before_anything_is_sent(
+def test_unknown_groups_and_wrong_ids_are_refused_before_sending(
     block_ids: dict[str, Any],
 ) -> None:
     arrays = {name: np.array(ids) for name, ids in block_ids.items()}
@@ -107,7 +107,7 @@ def test_groups_and_ids_that_are_none_are_refused_before_anything_is_sent(
 
 
 @given(st.data())
-def test_the_tables_of_any_fetch_cover_exactly_the_positions_of_their_group(
+def test_fetch_tables_cover_exactly_positions_of_their_group(
     data: st.DataObject,
 ) -> None:
     num_tokens = data.draw(st.integers(0, 100))
@@ -127,7 +127,7 @@ def test_the_tables_of_any_fetch_cover_exactly_the_positions_of_their_group(
     assert set(blocks) == {group.name for group in SPEC.groups}
 
 
-async def test_extensions_continue_each_table_also_one_that_starts_late() -> None:
+async def test_extensions_continue_each_table_even_one_starting_late() -> None:
     connection = Recording()
     offer = await RecordedOffers(connection).offer(
         40, ALL, first_blocks={"window": 7}, sealed=False
@@ -150,7 +150,7 @@ async def test_extensions_continue_each_table_also_one_that_starts_late() -> Non
     ]
 
 
-async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forgotten() -> None:
+async def test_offer_made_after_its_caller_was_cancelled_is_kept() -> None:
     connection = Recording(reply=None)
     offer = RecordedOffers(connection).offer(16, {"full": [7]})
 
@@ -175,7 +175,7 @@ async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forg
 @pytest.mark.parametrize(
     "hint", [{}, *({"retry_after_s": hint_s} for hint_s in (HINT_S, math.nan, -1.0, 0.0))], ids=str
 )
-async def test_a_fetch_is_asked_again_as_the_same_with_the_time_that_is_left(
+async def test_busy_fetch_is_asked_again_as_same_with_time_left(
     hint: dict[str, float],
 ) -> None:
     """A hint that is none does not make a pause of no length."""
@@ -218,7 +218,7 @@ async def test_what_need_not_be_asked_again_fails_at_once(error: KVBusError) -> 
     assert len(connection.sent) == 1
 
 
-async def test_a_fetch_that_the_engine_cancels_while_it_waits_is_not_asked_again() -> None:
+async def test_fetch_cancelled_while_waiting_is_not_asked_again() -> None:
     connection = Recording(reply=None)
     fetches = RecordedFetches(connection)
     fetch = fetches.fetch()
@@ -284,7 +284,7 @@ def fetching(has_others: bool) -> tuple[Recording, Fetch]:
         (True, [FREE], GONE, "reading", True),
     ],
 )
-async def test_blocks_that_somebody_may_still_write_are_never_said_to_be_free(
+async def test_blocks_open_to_late_writes_are_never_reported_free(
     has_others: bool, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
 ) -> None:
     connection, fetch = fetching(has_others)
@@ -302,7 +302,7 @@ async def test_blocks_that_somebody_may_still_write_are_never_said_to_be_free(
             await fetch.freed
 
 
-async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() -> None:
+async def test_blocks_freed_late_by_home_stay_free_after_home_ends() -> None:
     connection, fetch = fetching(True)
     connection.answer(failed(fetch.fetch_id, blocks_free=False))
     connection.notice(BlocksFreed(fetch.fetch_id))
@@ -312,7 +312,7 @@ async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() 
     await fetch.freed
 
 
-async def test_a_report_between_the_end_of_writes_and_its_note_is_the_only_one() -> None:
+async def test_report_between_end_of_writes_and_note_is_only_one() -> None:
     connection, fetch = fetching(False)
     queue: EndedQueue[Fetch] = EndedQueue()
     fetch.on_end = queue.note
@@ -329,7 +329,7 @@ async def test_a_report_between_the_end_of_writes_and_its_note_is_the_only_one()
 
 
 @pytest.mark.parametrize("how", ["draining", "unanswered", "lost"])
-async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(how: str) -> None:
+async def test_fetch_not_begun_by_its_agent_goes_on_with_next_agent(how: str) -> None:
     old, new = Recording(), Recording()
     fetches = RecordedFetches(old)
     if how == "lost":
@@ -348,7 +348,7 @@ async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(ho
 
 
 @pytest.mark.parametrize("num_lost", [1, 3])
-async def test_a_fetch_is_repeated_once_every_process_of_its_agent_has_ended(num_lost: int) -> None:
+async def test_fetch_is_repeated_once_all_agent_processes_have_ended(num_lost: int) -> None:
     connections = [Recording() for _ in range(num_lost + 1)]
     fetches = RecordedFetches(connections[0])
     fetch = fetches.fetch(timeout_s=WITHIN_S)
@@ -370,7 +370,7 @@ async def test_a_fetch_is_repeated_once_every_process_of_its_agent_has_ended(num
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-async def test_blocks_of_a_fetch_that_ends_while_its_agent_is_away_are_free_after_its_processes(
+async def test_fetch_ended_without_agent_frees_blocks_after_processes(
     how: str,
 ) -> None:
     lost, following = Recording(), Recording()
@@ -391,9 +391,7 @@ async def test_blocks_of_a_fetch_that_ends_while_its_agent_is_away_are_free_afte
     assert following.sent == []
 
 
-async def test_blocks_are_in_doubt_when_the_link_is_closed_while_a_process_of_its_agent_lives() -> (
-    None
-):
+async def test_blocks_are_in_doubt_if_link_closes_while_process_lives() -> None:
     connection = Recording()
     fetches = RecordedFetches(connection)
     fetch = fetches.fetch()
@@ -405,7 +403,7 @@ async def test_blocks_are_in_doubt_when_the_link_is_closed_while_a_process_of_it
         await fetch.freed
 
 
-async def test_a_repeated_fetch_waits_for_an_agent_with_room_and_for_the_next_one() -> None:
+async def test_repeated_fetch_waits_for_room_and_for_next_agent() -> None:
     lost, full, ending, last = (Recording() for _ in range(4))
     fetches = RecordedFetches(lost)
     fetch = fetches.fetch(timeout_s=WITHIN_S)
@@ -424,7 +422,7 @@ async def test_a_repeated_fetch_waits_for_an_agent_with_room_and_for_the_next_on
 
 
 @pytest.mark.parametrize("how", ["cancelled", "no next agent", "closed"])
-async def test_a_fetch_that_waits_for_the_next_agent_ends_once_with_free_blocks(how: str) -> None:
+async def test_fetch_waiting_for_next_agent_ends_once_with_free_blocks(how: str) -> None:
     connection = Recording()
     agent_wait_s = 0.01 if how == "no next agent" else WITHIN_S
     fetches = RecordedFetches(connection, agent_wait_s=agent_wait_s)
@@ -459,7 +457,7 @@ async def test_an_agent_that_was_lost_long_ago_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("how", ["draining", "lost"])
-async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one(how: str) -> None:
+async def test_offer_not_made_by_its_agent_is_made_by_next_agent(how: str) -> None:
     first, second = Recording(reply=None), Recording()
     offers = RecordedOffers(first)
     offer = offers.offer()
@@ -483,7 +481,7 @@ async def made_at(connection: Recording, **asked: Any) -> tuple[RecordedOffers, 
     return offers, offer
 
 
-async def test_an_offer_is_published_again_as_it_is_by_then_and_goes_on() -> None:
+async def test_offer_is_published_again_in_current_state_and_goes_on() -> None:
     first, second = Recording(), Recording()
     offers, offer = await made_at(first, ttl_s=60.0)
     lost = offer.extend(32, {"full": [3]})
@@ -510,7 +508,7 @@ async def test_an_offer_is_published_again_as_it_is_by_then_and_goes_on() -> Non
     assert await offer.ended is Outcome.WITHDRAWN
 
 
-async def test_an_offer_that_is_withdrawn_without_an_agent_ends_at_once_for_good() -> None:
+async def test_offer_withdrawn_without_agent_ends_at_once_for_good() -> None:
     first, second = Recording(), Recording()
     offers, offer = await made_at(first)
     first.lose(GONE)
@@ -524,7 +522,7 @@ async def test_an_offer_that_is_withdrawn_without_an_agent_ends_at_once_for_good
 
 
 @pytest.mark.parametrize("then", ["made", "refused", "lost"])
-async def test_an_offer_that_an_agent_may_have_again_ends_only_when_that_is_known(
+async def test_offer_next_agent_may_have_ends_only_when_this_is_known(
     then: str,
 ) -> None:
     """Its reader may get a yes there, for bytes that must not be written until then."""
@@ -549,7 +547,7 @@ async def test_an_offer_that_an_agent_may_have_again_ends_only_when_that_is_know
     assert third.sent == []
 
 
-async def test_an_offer_without_an_agent_expires_after_its_time_and_the_wait_for_one() -> None:
+async def test_offer_without_agent_expires_after_ttl_and_agent_wait() -> None:
     first, second = Recording(), Recording()
     offers, offer = await made_at(first)
     offer.expires_at = 0.0
@@ -592,7 +590,7 @@ def offer_with_cell(
     return offer, asked, word
 
 
-async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word() -> None:
+async def test_commit_unreported_by_lost_agent_is_found_in_cell() -> None:
     """It is never offered again, and the next agent is told of it."""
     first, second = Recording(reply=None), Recording()
     with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
@@ -610,7 +608,7 @@ async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word(
         assert ended.commits == (commit_mark(asked.secret or "", "a token"),)
 
 
-async def test_a_call_of_an_offer_that_ended_before_its_agent_was_lost_does_not_fail() -> None:
+async def test_call_of_offer_ended_before_agent_loss_does_not_fail() -> None:
     first = Recording(reply=None)
     offers = RecordedOffers(first)
     offer = offers.offer(16, {"full": [7]})
@@ -624,7 +622,7 @@ async def test_a_call_of_an_offer_that_ended_before_its_agent_was_lost_does_not_
     assert offer.outcome is Outcome.COMPLETED
 
 
-async def test_no_reader_commits_an_offer_by_its_word_once_the_agent_is_lost() -> None:
+async def test_no_reader_commits_offer_by_cell_once_agent_is_lost() -> None:
     first = Recording(reply=None)
     with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
         offers = RecordedOffers(first, cells=page)
@@ -635,7 +633,7 @@ async def test_no_reader_commits_an_offer_by_its_word_once_the_agent_is_lost() -
         await offer.withdraw()
 
 
-async def test_what_has_ended_and_was_heard_of_is_gone_without_a_garbage_collector() -> None:
+async def test_ended_and_reported_offer_and_fetch_are_freed_without_gc() -> None:
     offers_at, fetches_at = Recording(), Recording()
     offers, fetches = RecordedOffers(offers_at), RecordedFetches(fetches_at)
     offer, fetch = await offers.offer(), fetches.fetch()
@@ -659,7 +657,7 @@ async def test_what_has_ended_and_was_heard_of_is_gone_without_a_garbage_collect
 
 
 @pytest.mark.parametrize("then", ["made", "refused", "gone"])
-async def test_an_offer_that_a_stopped_agent_may_make_yet_has_failed_before_it_has_ended(
+async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
     then: str,
 ) -> None:
     stopped, following = Recording(reply=None), Recording()
@@ -708,7 +706,7 @@ async def test_without_a_next_agent_what_is_asked_fails_at_once(is_closed: bool)
     )
 
 
-async def test_what_is_cancelled_of_an_agent_that_is_gone_is_released_by_the_next_one() -> None:
+async def test_fetch_cancelled_at_gone_agent_is_released_by_next_agent() -> None:
     old, new = Recording(), Recording()
     fetches = RecordedFetches(old)
     fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
@@ -722,7 +720,7 @@ async def test_what_is_cancelled_of_an_agent_that_is_gone_is_released_by_the_nex
     ]
 
 
-async def test_a_completed_fetch_releases_nothing_when_its_agent_is_gone() -> None:
+async def test_completed_fetch_releases_nothing_when_agent_is_gone() -> None:
     old, new = Recording(), Recording()
     fetches = RecordedFetches(old)
     fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})

@@ -38,7 +38,7 @@ def assert_described(memory: RankMemory, views: dict[tuple[int, str], torch.Tens
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_tensor_of_all_layers_and_parts_is_described_by_its_axes(rank: int) -> None:
+def test_one_tensor_of_all_layers_and_parts_is_described_by_axes(rank: int) -> None:
     tensor = numbered(2, BLOCKS, 2, 4, HEADS, 8)
 
     memory = describe_tensors(
@@ -51,7 +51,7 @@ def test_one_tensor_of_all_layers_and_parts_is_described_by_its_axes(rank: int) 
     assert_described(memory, views)
 
 
-def test_views_of_one_storage_are_found_there_whatever_their_strides_are() -> None:
+def test_views_of_one_storage_are_found_whatever_their_strides() -> None:
     """Of heads in front of tokens, with a gap behind each block; K and V by turns."""
     storage = numbered(BLOCKS, 2, 2, HEADS, 4, 9)[..., :8]
     views = {
@@ -63,7 +63,7 @@ def test_views_of_one_storage_are_found_there_whatever_their_strides_are() -> No
     assert_described(memory, views)
 
 
-def test_a_state_may_be_of_any_dtype_and_its_axes_are_said_by_group() -> None:
+def test_state_may_have_any_dtype_and_its_axes_are_set_by_group() -> None:
     engine = EngineSpec("e", "m", 1, (FULL, STATE))
     tensors: dict[Any, torch.Tensor] = {
         "full": numbered(2, 2, BLOCKS, 4, 4, 8),
@@ -114,7 +114,7 @@ K: dict[Any, torch.Tensor] = {place: torch.zeros(SHAPE, dtype=torch.float16) for
         "part",
     ],
 )
-def test_what_is_no_cache_of_the_engine_is_refused_before_anything_is_moved(
+def test_tensors_not_of_engine_cache_are_refused_before_any_move(
     tensors: Any, axes: str | None, says: str
 ) -> None:
     before = [tensor.data_ptr() for tensor in tensors.values()]

@@ -90,7 +90,7 @@ async def test_free_blocks_are_not_released() -> None:
 
 
 @given(data=st.data(), size=st.integers(1, 5), first=st.integers(0, 3), num=st.integers(1, 9))
-def test_copies_are_of_exactly_the_positions_in_as_few_runs_as_possible(
+def test_copies_have_exactly_the_positions_in_fewest_runs(
     data: st.DataObject, size: int, first: int, num: int
 ) -> None:
     group = GroupSpec("full", (0,), size, 1, 8, "bfloat16")

@@ -78,7 +78,7 @@ async def keeping(*failures: Exception) -> AsyncIterator[Connections]:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_connection_is_registered_and_so_is_each_one_after_a_loss() -> None:
+async def test_connection_is_registered_and_so_is_each_after_a_loss() -> None:
     """What cannot be registered is tried with the next one."""
     async with keeping(NOT_YET) as connections:
         first = await connections.is_open(1)

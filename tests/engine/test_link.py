@@ -38,7 +38,7 @@ async def test_so_it_does_in_an_event_loop(nowhere: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_in_an_event_loop_it_has_no_thread_and_takes_calls_of_others(nowhere: Path) -> None:
+async def test_loop_link_has_no_thread_and_takes_calls_from_others(nowhere: Path) -> None:
     num_threads, link = threading.active_count(), Link(nowhere, SPEC)
     with pytest.raises(PeerLost):
         await link.__aenter__()
@@ -61,7 +61,7 @@ async def test_a_link_that_is_left_by_a_cancellation_is_closed(nowhere: Path) ->
         link.offer("r", **ONE)
 
 
-def test_without_an_agent_offers_and_fetches_end_at_once_and_are_told_once(
+def test_offers_and_fetches_without_agent_end_at_once_told_once(
     nowhere: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = Link(nowhere, SPEC).start()
@@ -99,7 +99,7 @@ def test_a_closed_link_takes_nothing_and_waits_for_nothing(nowhere: Path) -> Non
             call()
 
 
-def test_ids_that_are_none_are_refused_in_the_thread_that_gives_them(nowhere: Path) -> None:
+def test_wrong_ids_are_refused_in_calling_thread(nowhere: Path) -> None:
     link = Link(nowhere, SPEC)
     for ids in ([-1], [0.5], [[1], [2]]):
         with pytest.raises(GeometryError):
@@ -160,7 +160,7 @@ def test_a_handle_that_was_polled_and_dropped_is_not_kept(nowhere: Path, poll: s
     link.close()
 
 
-def test_from_the_first_look_on_each_end_is_reported_once_unless_it_is_observed(
+def test_end_is_reported_once_from_first_look_unless_observed(
     nowhere: Path,
 ) -> None:
     link = Link(nowhere, SPEC).start()
@@ -182,7 +182,7 @@ def test_from_the_first_look_on_each_end_is_reported_once_unless_it_is_observed(
 
 
 @pytest.mark.anyio
-async def test_what_would_block_the_loop_of_the_link_raises_and_names_await(nowhere: Path) -> None:
+async def test_blocking_call_in_loop_of_link_raises_and_names_await(nowhere: Path) -> None:
     link = Link(nowhere, SPEC).start(asyncio.get_running_loop())
     never: Completion[None] = Completion(link.runner)
     calls: list[Callable[[], object]] = [

@@ -32,7 +32,7 @@ BUSY_S = 1.5
 """Longer than an agent with nothing to wait for takes to end."""
 
 
-async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh: Started) -> None:
+async def test_draining_agent_finishes_running_work_and_refuses_new(fresh: Started) -> None:
     prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach, agent_wait_s=0.0) as (source, target):
         before = target.snapshot()
@@ -61,7 +61,7 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
         assert not any(agent.attach.exists() for agent in (prefill, decode))
 
 
-async def test_what_runs_at_a_second_signal_fails_by_name_and_the_agent_exits(
+async def test_second_signal_fails_fetch_as_draining_and_agent_exits(
     fresh: Started,
 ) -> None:
     prefill, decode = fresh.both(decode={"drain_timeout_s": 600.0})
@@ -82,7 +82,7 @@ async def test_what_runs_at_a_second_signal_fails_by_name_and_the_agent_exits(
         await offer.withdraw()
 
 
-async def test_an_agent_in_which_a_copy_hangs_ends_and_its_blocks_stay_in_doubt(
+async def test_agent_with_hung_copy_ends_and_its_blocks_stay_in_doubt(
     fresh: Started, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(COPIES_HANG)
@@ -102,7 +102,7 @@ async def test_an_agent_in_which_a_copy_hangs_ends_and_its_blocks_stay_in_doubt(
         await handoff.offer.withdraw()
 
 
-async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_in_a_drain(
+async def test_busy_engine_hears_of_offers_withdrawn_in_drain(
     fresh: Started,
 ) -> None:
     prefill = fresh.prefill()
@@ -119,7 +119,7 @@ async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_in_a_
         assert prefill.exit_status() == 0
 
 
-async def test_an_offer_that_a_drain_did_not_finish_is_not_reported_and_goes_on_at_the_next_agent(
+async def test_offer_left_by_drain_goes_on_unreported_at_next_agent(
     fresh: Started,
 ) -> None:
     prefill = fresh.prefill(drain_timeout_s=0.3)
@@ -139,7 +139,7 @@ async def test_an_offer_that_a_drain_did_not_finish_is_not_reported_and_goes_on_
         assert await offer.ended is Outcome.WITHDRAWN
 
 
-async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other(
+async def test_engines_with_equal_fetch_ids_cancel_only_their_own(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with (
@@ -172,7 +172,7 @@ async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other
         assert "-> completed" in history
 
 
-async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(
+async def test_decode_engine_frees_offer_by_its_failed_fetch(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -198,7 +198,7 @@ def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill: AgentProc
     assert "ok" in other
 
 
-async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(
+async def test_reader_releases_lease_with_code_unknown_to_agent(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):

@@ -98,7 +98,7 @@ socket.getaddrinfo = look_up
 
 
 @pytest.mark.parametrize("earlier", ["ends", "lives on"])
-async def test_no_fetch_fails_when_a_name_leads_to_another_prefill_agent(
+async def test_no_fetch_fails_when_name_leads_to_other_prefill_agent(
     fresh: Started, tmp_path: Path, earlier: str
 ) -> None:
     """As with a pod that is started again. Another agent may have its earlier address by then."""
@@ -142,7 +142,7 @@ def full_pipe() -> Iterator[int]:
     os.close(reading)
 
 
-async def test_an_agent_serves_and_ends_while_its_stderr_is_a_full_pipe(
+async def test_agent_serves_and_ends_while_its_stderr_is_full_pipe(
     fresh: Started, full_pipe: int
 ) -> None:
     fresh.start(prefill := fresh.prefill())
@@ -161,7 +161,7 @@ async def test_an_agent_serves_and_ends_while_its_stderr_is_a_full_pipe(
     assert await anyio.to_thread.run_sync(decode.exit_status) == 0
 
 
-async def test_what_waits_for_the_next_agent_fails_if_none_comes_in_time(fresh: Started) -> None:
+async def test_offer_awaiting_next_agent_fails_if_none_comes_in_time(fresh: Started) -> None:
     fresh.start(prefill := fresh.prefill())
     spec = make_spec()
     rank, _ = rank_link(prefill.attach, spec, 0)
@@ -188,7 +188,7 @@ async def read_whole(handoff: Handoff) -> None:
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["by NIXL", "mapped"])
-async def test_what_a_killed_prefill_agent_offered_is_read_from_the_next_one(
+async def test_offers_of_killed_prefill_agent_are_read_from_next_one(
     fresh: Started, mapped: bool
 ) -> None:
     """By the same tickets: a sealed offer, and an open one that grows while there is no agent."""
@@ -210,7 +210,7 @@ async def test_what_a_killed_prefill_agent_offered_is_read_from_the_next_one(
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["by NIXL", "mapped"])
-async def test_no_handoff_fails_while_the_prefill_agent_is_killed_and_started_again(
+async def test_no_handoff_fails_while_prefill_agent_is_killed_and_back(
     fresh: Started, mapped: bool
 ) -> None:
     prefill, decode = fresh.both(decode={"mapped": mapped})
@@ -225,7 +225,7 @@ async def test_no_handoff_fails_while_the_prefill_agent_is_killed_and_started_ag
             await kill_and_start(prefill)
 
 
-async def test_offers_outlive_killed_agents_and_fetches_are_reported_once_with_free_blocks(
+async def test_offers_outlive_agents_and_fetch_tells_free_blocks_once(
     fresh: Started,
 ) -> None:
     """Both links register with the agents that are started again."""
@@ -259,7 +259,7 @@ async def test_offers_outlive_killed_agents_and_fetches_are_reported_once_with_f
 
 
 @pytest.mark.parametrize("which", [HOME, OTHER], ids=["home", "other"])
-async def test_an_engine_at_several_agents_goes_on_with_one_that_was_killed_and_is_back(
+async def test_engine_of_several_agents_goes_on_with_restarted_one(
     fresh: Started, which: int
 ) -> None:
     prefill, *decode = fresh.prefill(), fresh.decode(), fresh.decode()

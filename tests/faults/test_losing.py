@@ -43,7 +43,7 @@ from tests.memories import Memory, private_cache
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_save_after_its_offer_has_expired_with_its_agent_says_so_and_frees_the_ring(
+async def test_save_to_offer_expired_with_agent_fails_and_frees_ring(
     fresh: Started,
 ) -> None:
     fresh.start(prefill := fresh.prefill())
@@ -62,7 +62,7 @@ async def test_a_save_after_its_offer_has_expired_with_its_agent_says_so_and_fre
         assert source.ring.num_held == 0
 
 
-async def test_a_fetch_of_an_agent_that_is_stopped_for_good_ends_and_its_blocks_stay_in_doubt(
+async def test_fetch_of_stopped_agent_ends_and_blocks_stay_in_doubt(
     fresh: Started,
 ) -> None:
     prefill, decode = fresh.both()
@@ -86,7 +86,7 @@ async def test_a_fetch_of_an_agent_that_is_stopped_for_good_ends_and_its_blocks_
         await offer.withdraw()
 
 
-async def test_a_step_loop_learns_of_each_end_once_and_of_late_blocks_once(fresh: Started) -> None:
+async def test_step_loop_hears_of_each_end_once_and_late_blocks_once(fresh: Started) -> None:
     """``late`` is reported before its blocks are free, ``both`` when they are."""
     prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -116,7 +116,7 @@ async def test_a_step_loop_learns_of_each_end_once_and_of_late_blocks_once(fresh
             await offer.withdraw()
 
 
-async def test_all_calls_return_in_any_thread_and_loop_while_their_agents_are_stopped(
+async def test_calls_return_in_any_thread_and_loop_with_stopped_agents(
     fresh: Started,
 ) -> None:
     """A call that waited for an agent would never return."""
@@ -155,7 +155,7 @@ async def test_all_calls_return_in_any_thread_and_loop_while_their_agents_are_st
         await offer.withdraw()
 
 
-async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_lives_on(
+async def test_blocks_stay_in_doubt_when_live_agent_hangs_up_on_engine(
     fresh: Started,
 ) -> None:
     prefill, decode = fresh.both(**SLOW_READS)
@@ -184,7 +184,7 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
         await offer.withdraw()
 
 
-async def test_host_blocks_that_stay_in_doubt_are_logged_and_are_not_given_away(
+async def test_host_blocks_in_doubt_are_logged_and_not_given_away(
     fresh: Started, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = fresh.both()
@@ -206,7 +206,7 @@ async def test_host_blocks_that_stay_in_doubt_are_logged_and_are_not_given_away(
         await offer.withdraw()
 
 
-async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_ended(
+async def test_blocks_are_free_once_agent_awaiting_transfers_has_ended(
     fresh: Started,
 ) -> None:
     prefill, decode = fresh.both(SLOW_READS, {**SLOW_READS, "drain_timeout_s": 0.2})
@@ -224,7 +224,7 @@ async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_e
         assert not decode_lives
 
 
-async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_harms_nobody(
+async def test_reader_resuming_its_undriven_read_does_no_harm(
     fresh: Started,
 ) -> None:
     """Its read ends without another handoff, which would drive the prefill agent."""

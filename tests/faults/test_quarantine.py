@@ -89,7 +89,7 @@ async def stuck(
 
 
 @pytest.mark.parametrize(("fabric", "when"), [("tcp", "within"), ("shared memory", "before")])
-async def test_the_blocks_of_a_stuck_read_come_back_and_nothing_lands_when_its_agent_goes_on(
+async def test_stuck_read_frees_blocks_and_nothing_lands_on_resume(
     fresh: Started, fabric: str, when: str
 ) -> None:
     async with stuck(fresh, fabric=fabric, when=when) as (source, target, offer, fetch):
@@ -118,7 +118,7 @@ class CountingLink(Link):
         await self._passes.wait()
 
 
-async def test_reads_of_one_source_that_drain_ask_it_once_a_second_together(fresh: Started) -> None:
+async def test_draining_reads_of_one_source_share_one_ask_a_second(fresh: Started) -> None:
     fresh.start(prefill := fresh.prefill(**SLOW_READS, advertise_host=PROXY_HOST))
     fresh.start(decode := fresh.decode(**SLOW_READS))
     link = CountingLink(int(prefill.settings["peer_bind"].rpartition(":")[2]))

@@ -60,7 +60,7 @@ async def test_a_fetch_that_waits_for_tokens_survives_its_agent(fresh: Started) 
 
 
 @pytest.mark.parametrize("num_kills", [1, 3])
-async def test_a_fetch_that_reads_survives_its_agent_as_often_as_that_is_killed(
+async def test_reading_fetch_survives_any_number_of_agent_kills(
     fresh: Started, num_kills: int
 ) -> None:
     prefill, decode = fresh.both(**SLOW_READS)
@@ -81,7 +81,7 @@ async def test_a_fetch_that_reads_survives_its_agent_as_often_as_that_is_killed(
             assert view[ours["full"]].equal(wanted[key][theirs["full"]])
 
 
-async def test_a_rendezvous_survives_its_agent_before_the_offer_is_made(fresh: Started) -> None:
+async def test_rendezvous_survives_its_agent_before_offer_is_made(fresh: Started) -> None:
     prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach) as (source, target):
         name = uuid.uuid4().hex
@@ -98,7 +98,7 @@ async def test_a_rendezvous_survives_its_agent_before_the_offer_is_made(fresh: S
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-async def test_a_fetch_that_ends_while_its_agent_is_away_gives_its_blocks_back_for_good(
+async def test_fetch_ended_while_agent_is_away_frees_blocks_for_good(
     fresh: Started, how: str
 ) -> None:
     prefill, decode = fresh.both(**SLOW_READS)
@@ -120,7 +120,7 @@ async def test_a_fetch_that_ends_while_its_agent_is_away_gives_its_blocks_back_f
         assert await works(source, target)
 
 
-async def test_no_fetch_fails_while_its_agent_is_killed_again_and_again(fresh: Started) -> None:
+async def test_no_fetch_fails_while_its_agent_is_killed_repeatedly(fresh: Started) -> None:
     """Each kill comes at another point of the fetches that are under way."""
     prefill, decode = fresh.both(decode={"mapped": True})
     num_completed, is_over = 0, False
@@ -157,7 +157,7 @@ async def pair_of_workers(
         yield [first, second, third]
 
 
-async def test_a_home_that_is_killed_ends_the_parts_that_it_had_asked_for(fresh: Started) -> None:
+async def test_killed_home_ends_parts_it_had_asked_for(fresh: Started) -> None:
     prefill = fresh.prefill(**SLOW_READS)
     home, other = decode = [fresh.decode(**SLOW_READS) for _ in range(2)]
     fresh.start(prefill, *decode)

@@ -192,7 +192,7 @@ HURTS = {
 @pytest.mark.parametrize(
     "hurt", [pytest.param(name, marks=LONG if at else ()) for at, name in enumerate(HURTS)]
 )
-async def test_blocks_come_back_when_the_other_agent_cannot_write_any_more(
+async def test_blocks_come_back_when_other_agent_can_write_no_more(
     fresh: Started, hurt: str
 ) -> None:
     happens = HURTS[hurt]
@@ -258,7 +258,7 @@ async def test_a_part_whose_session_was_ended_is_waited_for(fresh: Started) -> N
         await offer.ended
 
 
-async def test_a_part_goes_on_when_its_home_asks_again_by_another_connection(
+async def test_part_goes_on_when_home_asks_again_by_new_connection(
     fresh: Started,
 ) -> None:
     async with spread(fresh) as pair:
@@ -274,7 +274,7 @@ async def test_a_part_goes_on_when_its_home_asks_again_by_another_connection(
         assert not pair.num_parts
 
 
-async def test_a_home_asks_once_for_the_end_of_a_part_however_late_the_answer_is(
+async def test_home_asks_once_for_end_of_part_however_late_its_answer(
     fresh: Started,
 ) -> None:
     async with spread(fresh) as pair:
@@ -293,7 +293,7 @@ async def test_a_home_asks_once_for_the_end_of_a_part_however_late_the_answer_is
 
 
 @LONG
-async def test_an_engine_that_leaves_does_not_wait_for_a_killed_sibling(fresh: Started) -> None:
+async def test_leaving_engine_does_not_wait_for_killed_sibling(fresh: Started) -> None:
     async with spread(fresh, linked=False) as pair:
         _, fetch = await pair.start_read(PATIENT_S)
         pair.other.kill()
@@ -306,7 +306,7 @@ async def test_an_engine_that_leaves_does_not_wait_for_a_killed_sibling(fresh: S
     assert not failure.blocks_free
 
 
-async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(fresh: Started) -> None:
+async def test_prefill_rank_leaving_after_read_fails_the_fetch(fresh: Started) -> None:
     block: dict[str, Any] = {"num_tokens": LARGE.block_size, "block_ids": {LARGE.name: [3]}}
     async with spread(fresh) as pair:
         source, target = pair.source, pair.target

@@ -120,7 +120,7 @@ def refused(folder: Path) -> dict[str, Refused]:
     }
 
 
-def test_what_cannot_be_or_is_not_safe_is_refused_at_the_start_by_its_key(
+def test_unusable_or_unsafe_setting_is_refused_at_start_by_key(
     fresh: Started, tmp_path: Path
 ) -> None:
     """Side by side, as a start takes a second."""
@@ -150,7 +150,7 @@ def writers_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.anyio
-async def test_agents_hand_off_in_an_environment_that_is_made_for_other_programs(
+async def test_agents_hand_off_in_environment_of_other_programs(
     fresh: Started, tmp_path: Path
 ) -> None:
     others = {
@@ -196,7 +196,7 @@ async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started
 
 
 @pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])
-def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(
+def test_second_agent_names_setting_in_use_and_first_lives_on(
     prefill: AgentProcess, fresh: Started, taken: str
 ) -> None:
     in_use = str(prefill.settings[taken])
@@ -213,9 +213,7 @@ def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(
 
 
 @pytest.mark.parametrize("role", KINDS)
-def test_the_printed_configuration_is_the_default_and_explains_every_key(
-    role: str, tmp_path: Path
-) -> None:
+def test_printed_config_is_default_and_explains_every_key(role: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"kvbus_{role}", "--print-config"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
     path, lines = tmp_path / "agent.toml", printed.splitlines()
@@ -231,7 +229,7 @@ def test_the_printed_configuration_is_the_default_and_explains_every_key(
 
 
 @pytest.mark.anyio
-async def test_an_agent_is_ready_while_its_engine_is_there_and_not_while_it_drains(
+async def test_agent_is_ready_with_engine_and_not_while_draining(
     fresh: Started,
 ) -> None:
     agent = fresh.prefill(ready_needs_engine=True)
@@ -254,7 +252,7 @@ async def test_an_agent_is_ready_while_its_engine_is_there_and_not_while_it_drai
 
 
 @pytest.mark.anyio
-async def test_the_page_says_what_the_peer_socket_says_of_the_agent_and_of_an_offer(
+async def test_http_page_and_peer_socket_agree_on_agent_and_offer(
     prefill: AgentProcess,
 ) -> None:
     async with engine(prefill.attach) as source:

@@ -73,15 +73,13 @@ READERS: dict[str, Callable[[BlockTable], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 5, 7])
-def test_bytes_that_are_not_whole_ids_are_refused_by_every_reader(
-    num_bytes: int, reader: str
-) -> None:
+def test_every_reader_refuses_bytes_with_partial_id(num_bytes: int, reader: str) -> None:
     with pytest.raises(GeometryError):
         READERS[reader](BlockTable(ids=bytes(num_bytes)))
 
 
 @given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 12), st.sampled_from([0, 1, 1000]))
-def test_ids_pass_exactly_when_all_are_in_range_and_none_is_named_twice(
+def test_ids_pass_exactly_if_all_are_in_range_and_none_repeats(
     block_ids: list[int], num_blocks: int, apart: int
 ) -> None:
     """Few, or many that are near each other or far apart."""
@@ -109,7 +107,7 @@ def test_ids_pass_exactly_when_all_are_in_range_and_none_is_named_twice(
     first=st.integers(0, 20),
     count=st.integers(0, 20),
 )
-def test_a_table_covers_tokens_when_it_has_just_their_blocks_and_holds_them_with_others(
+def test_table_covers_exact_blocks_of_tokens_and_holds_supersets(
     start: int, length: int, block_size: int, first: int, count: int
 ) -> None:
     stop = start + length
@@ -124,9 +122,7 @@ def test_a_table_covers_tokens_when_it_has_just_their_blocks_and_holds_them_with
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
-def test_the_number_of_blocks_is_that_of_the_blocks_that_tokens_fall_into(
-    num_tokens: int, block_size: int
-) -> None:
+def test_num_blocks_counts_blocks_tokens_fall_into(num_tokens: int, block_size: int) -> None:
     counted = len({position // block_size for position in range(num_tokens)})
 
     assert num_blocks_for(num_tokens, block_size) == counted

@@ -50,7 +50,7 @@ def held_of(rank: RankSpec) -> set[tuple[int, str, range]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(layout.axes))
-def test_ranks_count_heads_within_a_stage_and_layers_over_the_stages(layout: KvLayout) -> None:
+def test_ranks_split_heads_within_stage_and_layers_over_stages(layout: KvLayout) -> None:
     held = [held_of(rank) for rank in ranks_of(ENGINE, layout)]
 
     for rank, (layers, states) in enumerate([((0,), (1,))] * 2 + [((2, 4), (3,))] * 2):
@@ -70,7 +70,7 @@ def test_ranks_count_heads_within_a_stage_and_layers_over_the_stages(layout: KvL
     num_heads=st.integers(1, 6),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_every_rank_that_is_laid_out_passes_and_so_do_all_together(
+def test_every_laid_out_rank_passes_alone_and_with_all_others(
     tp_size: int, pp_size: int, num_heads: int, layout: KvLayout
 ) -> None:
     engine = EngineSpec("e", "m", tp_size, (replace(FULL, num_kv_heads=num_heads), STATE), pp_size)
@@ -123,7 +123,7 @@ INCOMPLETE: dict[str, tuple[list[RankSpec], str]] = {
 
 
 @pytest.mark.parametrize("case", INCOMPLETE)
-def test_ranks_that_do_not_hold_all_together_are_refused_by_what_is_missing(case: str) -> None:
+def test_incomplete_set_of_ranks_is_refused_by_missing_part(case: str) -> None:
     ranks, named = INCOMPLETE[case]
 
     with pytest.raises(GeometryError, match=named) as refused:
@@ -136,7 +136,7 @@ def test_a_replica_may_be_missing() -> None:
     validate_ranks(ENGINE, changed(1, lambda one: one.parts == ("conv",)))
 
 
-def test_a_rank_may_lack_layers_where_there_are_stages_but_never_a_part_of_one() -> None:
+def test_rank_of_stages_may_lack_layers_but_no_part_of_layer() -> None:
     rank, alone = ranks_of(ENGINE)[2], replace(ENGINE, pp_size=1)
     validate_rank(ENGINE, without(rank, lambda one: one.layers == (4,)))
 
@@ -150,7 +150,7 @@ def test_a_rank_may_lack_layers_where_there_are_stages_but_never_a_part_of_one()
         assert refused.value.detail["field"] == "regions"
 
 
-def test_a_state_is_not_held_because_one_of_the_same_layer_and_part_in_another_group_is() -> None:
+def test_same_state_in_another_group_does_not_count_as_held() -> None:
     twin = replace(STATE, name="twin")
     engine = replace(ENGINE, groups=(FULL, STATE, twin))
     validate_ranks(engine, ranks_of(engine))

@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_by_its_field(what: str, field: str) -> None:
         assert (error.value.code, error.value.detail["field"]) == (ErrorCode.GEOMETRY, field)
 
 
-def test_what_the_cases_start_from_is_not_refused_and_one_index_may_have_any_stride() -> None:
+def test_starting_cases_pass_and_single_index_takes_any_stride() -> None:
     validate_engine(SPEC)
     validate_engine(MIXED)
     validate_rank(SPEC, RANK)
@@ -187,7 +187,7 @@ def test_what_the_cases_start_from_is_not_refused_and_one_index_may_have_any_str
     tile_of()()
 
 
-def test_a_state_may_be_optional_and_of_a_layer_that_another_group_has() -> None:
+def test_state_may_be_optional_and_share_layer_with_other_group() -> None:
     row = state_group("row", (), (StatePart("row", 1, 4),), optional=True)
     engine = replace(SPEC, groups=(*SPEC.groups, row), pp_size=2)
 
@@ -212,7 +212,7 @@ ONE_LAYER = replace(SPEC, groups=(replace(SPEC.groups[0], layers=(0,)),))
 
 
 @pytest.mark.parametrize("by_block", [True, False], ids=["[block, layer, 2]", "[layer, block, 2]"])
-def test_a_large_cache_whose_regions_interleave_is_compared_by_one_of_its_blocks(
+def test_large_interleaved_cache_is_compared_by_one_block(
     by_block: bool,
 ) -> None:
     """More spans than a few for each region are refused, so this is the bound on the work."""
@@ -235,7 +235,7 @@ def test_a_large_cache_whose_regions_interleave_is_compared_by_one_of_its_blocks
 
 
 @pytest.mark.parametrize("v_offset", [32, 64 + 32, 1000 * 64 + 32])
-def test_one_byte_that_two_regions_share_is_found_however_many_blocks_there_are(
+def test_one_byte_overlap_is_found_for_any_number_of_blocks(
     v_offset: int,
 ) -> None:
     validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
@@ -246,7 +246,7 @@ def test_one_byte_that_two_regions_share_is_found_however_many_blocks_there_are(
         assert refused.value.detail["field"] == "regions"
 
 
-def test_regions_that_interleave_in_too_many_ways_are_refused_before_any_is_made() -> None:
+def test_too_many_interleavings_are_refused_before_any_is_made() -> None:
     with pytest.raises(GeometryError, match="interleave in more than") as refused:
         validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_step=65))
 
@@ -261,7 +261,7 @@ def over_each_other(**changes: object) -> RankSpec:
     return replace(RANK, regions=(first, replace(second, **changes)))
 
 
-def test_groups_share_bytes_where_block_b_of_one_only_meets_block_b_of_the_other() -> None:
+def test_groups_share_bytes_only_between_blocks_of_same_number() -> None:
     groups = [replace(SPEC.groups[0], name=f"g{at}", layers=(at,)) for at in (0, 1)]
     engine = replace(SPEC, groups=tuple(groups))
     further = tuple(replace(one, stride_bytes=72) if one is AXES[0] else one for one in AXES)

@@ -175,7 +175,7 @@ def accepts(engine: EngineSpec, rank: RankSpec) -> bool:
 
 @MANY
 @given(nudged(possible()) | nudged(aliased()))
-def test_a_nudged_rank_is_accepted_when_no_byte_is_used_twice_or_outside_or_only_by_equal_blocks(
+def test_nudged_rank_passes_if_in_bounds_without_unequal_overlap(
     case: tuple[EngineSpec, RankSpec],
 ) -> None:
     engine, rank = case
@@ -195,7 +195,7 @@ def test_a_nudged_rank_is_accepted_when_no_byte_is_used_twice_or_outside_or_only
 
 @settings(MANY, max_examples=num_examples(1000))
 @given(interleaved())
-def test_regions_that_interleave_in_any_way_are_accepted_when_no_byte_is_used_twice(
+def test_any_interleaving_passes_if_no_byte_is_used_twice(
     case: tuple[EngineSpec, RankSpec],
 ) -> None:
     is_sound = every_byte_is_used_once(*case)

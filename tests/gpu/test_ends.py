@@ -106,7 +106,7 @@ async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(
         await connection.pass_memory(PassCuda(**fields))
 
 
-def test_memory_of_expandable_segments_is_refused_with_what_to_set() -> None:
+def test_memory_of_expandable_segments_is_refused_with_setting() -> None:
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with child("-c", SHARE, **setting) as process:
         said, _ = process.communicate(timeout=WITHIN_S)

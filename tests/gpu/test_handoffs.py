@@ -54,7 +54,7 @@ async def test_an_open_offer_is_read_while_it_grows(shapes: ShapedAgents) -> Non
         await hand_over(*pair, 130, steps=(17, 64, 100))
 
 
-async def test_many_tiles_pass_through_few_slots_and_it_was_said_where_these_are(
+async def test_many_tiles_pass_few_slots_and_log_says_where_slots_are(
     shapes: ShapedAgents,
 ) -> None:
     sides = on(Side(), "cuda:0"), on(Side(memory=Memory(HND)), "cuda:0")

@@ -20,7 +20,7 @@ LONG_CYCLES = 2_000_000_000
 
 
 @pytest.mark.parametrize("turn", range(3))
-async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives(
+async def test_late_writes_are_sent_and_late_zeros_spare_arrivals(
     shapes: ShapedAgents, turn: int
 ) -> None:
     specs = [make_spec(groups=(GROUP,)) for _ in range(2)]

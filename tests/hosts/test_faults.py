@@ -71,7 +71,7 @@ async def test_a_host_is_cut_off_during_a_read(
         assert ends_as_freed
 
 
-async def test_a_connection_that_is_reset_while_it_is_idle_fails_no_fetch(network: Network) -> None:
+async def test_idle_connection_reset_fails_no_fetch(network: Network) -> None:
     async with pair(network.at["p0"].attach, network.at["d0"].attach) as (source, target):
         assert await works(source, target)
         if not network.hosts["d0"].reset_connections(kept_ports=range(7701, 7704)):
@@ -82,7 +82,7 @@ async def test_a_connection_that_is_reset_while_it_is_idle_fails_no_fetch(networ
 
 
 @pytest.mark.long
-async def test_a_cable_that_is_loose_costs_no_wrong_bit_and_all_pairs_work_after_it(
+async def test_loose_cable_corrupts_no_bit_and_all_pairs_recover(
     network: Network,
 ) -> None:
     async with AsyncExitStack() as stack:

@@ -100,7 +100,7 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def test_handoffs_are_checked_from_two_hosts_and_from_a_third_as_the_page_says(page: Page) -> None:
+def test_page_of_two_machines_works_on_two_and_three_hosts(page: Page) -> None:
     handoffs = page.blocks("bash")[4:6]
 
     said = [page.run(*block) for block in handoffs]
@@ -110,7 +110,7 @@ def test_handoffs_are_checked_from_two_hosts_and_from_a_third_as_the_page_says(p
     assert not any("mapped" in one for one in said)
 
 
-def test_the_doctor_and_what_goes_on_are_told_to_a_trusted_key_as_the_page_says(page: Page) -> None:
+def test_trusted_key_gets_doctor_and_trace_as_page_says(page: Page) -> None:
     doctor, (where, ask) = page.blocks("sh")
     page.run(*page.blocks("bash")[4])
     log = (page.folder / "decode" / "log").read_text("utf-8")
@@ -125,7 +125,7 @@ def test_the_doctor_and_what_goes_on_are_told_to_a_trusted_key_as_the_page_says(
     assert "READ" in shown
 
 
-def test_handoffs_are_measured_between_two_hosts_as_the_page_says(page: Page) -> None:
+def test_handoffs_between_two_hosts_are_measured_as_page_says(page: Page) -> None:
     where, command = page.blocks("bash")[6]
     less = command.replace("bench-prefill", "bench-prefill --mib 2 --rounds 1")
 

@@ -82,7 +82,7 @@ def is_error(finding: dict[str, Any], *words: str, fix: str) -> bool:
 
 
 @pytest.mark.parametrize("address", [NOBODY, ""], ids=["elsewhere", "of nobody on the network"])
-async def test_an_agent_advertises_an_address_that_the_reader_does_not_reach(
+async def test_fetch_fails_when_advertised_address_is_unreachable(
     network: Network, address: str
 ) -> None:
     address = address or nobody_beside(network.hosts["p0"])
@@ -107,7 +107,7 @@ def nobody_beside(host: Host) -> str:
     return host.address.rpartition(".")[0] + ".99"
 
 
-async def test_the_data_of_an_agent_is_on_an_interface_that_leads_elsewhere(
+async def test_fetch_fails_when_data_interface_leads_elsewhere(
     network: Network,
 ) -> None:
     network.hosts["p0"].add_interface(LEADS_NOWHERE, NOBODY)

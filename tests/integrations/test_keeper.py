@@ -36,7 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(
+def test_agent_ends_with_process_that_started_it_in_thread(
     folder: Path, ending: signal.Signals
 ) -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)

@@ -173,7 +173,7 @@ HANDED_OVER: list[tuple[Keys, Keys]] = [
 
 
 @pytest.mark.parametrize(("keys", "to_prefill"), HANDED_OVER)
-def test_prefill_is_asked_for_one_token_and_decode_gets_the_request_and_the_ticket(
+def test_prefill_gets_one_token_and_decode_gets_the_ticket(
     site: Site, keys: Keys, to_prefill: Keys
 ) -> None:
     got = site.ask("/v1/chat/completions", **keys)
@@ -237,7 +237,7 @@ def test_without_a_ticket_decode_computes(site: Site, behaviour: Behaviour, hand
         ("decode", breaks_off, 502),
     ],
 )
-def test_a_clients_mistake_and_an_error_of_decode_go_to_the_client(
+def test_errors_of_client_and_decode_reach_the_client(
     site: Site, role: str, behaviour: Behaviour, status: int
 ) -> None:
     site.kinds[role].does = behaviour
@@ -260,7 +260,7 @@ def test_a_body_that_is_no_request_is_refused_by_the_proxy(site: Site, text: byt
     assert site.prefill.asked == site.decode.asked == []
 
 
-def test_the_key_the_id_and_the_trace_of_a_request_go_to_servers_and_bodies_are_not_changed(
+def test_key_id_and_trace_reach_servers_with_unchanged_bodies(
     site: Site,
 ) -> None:
     text = b'{"choices":  [{"text": "h\xc3\xa9"}], "kv_transfer_params": null}\n'
@@ -320,7 +320,7 @@ def test_a_server_that_sends_nothing_for_too_long_has_failed(tmp_path: Path) -> 
         assert site.decode.asked[0].gone.wait(WITHIN_S)
 
 
-def test_the_client_has_each_part_before_the_next_is_made_and_no_end_if_the_server_breaks_off(
+def test_client_gets_each_part_at_once_and_no_end_after_a_crash(
     site: Site,
 ) -> None:
     parts, gates = (EVENT, b'data: {"b"', b": 1}\n\n"), [Event() for _ in range(4)]
@@ -343,9 +343,7 @@ def test_the_client_has_each_part_before_the_next_is_made_and_no_end_if_the_serv
 
 
 @pytest.mark.parametrize("stage", ["its request", "prefill", "decode", "a stream"])
-def test_a_client_that_leaves_aborts_what_its_servers_do_and_no_ticket_is_used_twice(
-    site: Site, stage: str
-) -> None:
+def test_client_abort_reaches_servers_and_tickets_are_used_once(site: Site, stage: str) -> None:
     site.prefill.does = hangs if stage == "prefill" else offers()
     site.decode.does = says(EVENT, hangs) if stage == "a stream" else hangs
     asked = {"its request": (0, 0), "prefill": (1, 0)}.get(stage, (1, 1))
@@ -401,7 +399,7 @@ def test_a_wrong_option_is_named(arguments: str, status: int, said: str) -> None
     assert isinstance(ended.exception, SystemExit)  # no traceback
 
 
-def test_without_a_package_of_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_package_is_named_with_its_install_command(tmp_path: Path) -> None:
     missing = "raise ModuleNotFoundError('No module named uvicorn', name='uvicorn')"
     (tmp_path / "uvicorn.py").write_text(missing)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}

@@ -35,7 +35,7 @@ def test_params_travel_as_json_and_come_back_equal() -> None:
     assert read_params(carried).to_params() == params()
 
 
-def test_params_that_the_connector_wrote_in_an_older_vllm_are_those_of_their_prompt() -> None:
+def test_params_written_by_older_vllm_match_their_prompt() -> None:
     """As between servers of unlike versions; they were written down in vLLM 0.32.0."""
     written = json.loads(Path(__file__).with_name("vllm_params.json").read_text())
 
@@ -47,12 +47,12 @@ def test_params_that_the_connector_wrote_in_an_older_vllm_are_those_of_their_pro
     assert Ticket.from_json(handoff.ticket).tables() == {"full": BlockTable.of([7, 3, 9])}
 
 
-def test_what_a_router_or_an_engine_adds_is_no_reason_to_refuse_params() -> None:
+def test_params_with_keys_of_router_or_engine_are_accepted() -> None:
     assert read_params({**params(), "remote_prefill_cached_tokens": 0}).remote_num_tokens == 40
 
 
 @pytest.mark.parametrize("readers", [0, 257, "2", 1.5])
-def test_a_ticket_is_for_one_reader_or_the_routers_number_and_another_is_refused(
+def test_ticket_is_for_one_reader_or_routers_number_else_refused(
     readers: object,
 ) -> None:
     assert [read_offer_params(said).readers for said in ({}, {"readers": 3})] == [1, 3]
@@ -60,7 +60,7 @@ def test_a_ticket_is_for_one_reader_or_the_routers_number_and_another_is_refused
         read_offer_params({"readers": readers})
 
 
-def test_the_trace_of_a_request_is_that_of_its_headers_or_of_the_router() -> None:
+def test_trace_comes_from_request_headers_or_from_router() -> None:
     headers, routers = (f"00-{letter * 32}-{letter * 16}-01" for letter in "ab")
 
     assert read_trace({"traceparent": routers}, {"traceparent": headers}) == headers
@@ -70,7 +70,7 @@ def test_the_trace_of_a_request_is_that_of_its_headers_or_of_the_router() -> Non
     assert read_trace({}, None) == ""
 
 
-def test_an_endpoint_for_each_kind_of_agent_offers_with_the_one_and_loads_with_the_other() -> None:
+def test_endpoint_pair_offers_with_prefill_and_loads_with_decode() -> None:
     options = read_options({"endpoint": BOTH, "bidirectional_kv_xfer": True})
 
     assert options.agents == (
@@ -129,7 +129,7 @@ def place(rank: int, agent: int) -> AgentRanks:
     ],
     ids=["three agents", "none beside the second", "none beside the first"],
 )
-def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first(
+def test_ranks_of_agent_other_than_first_one_are_elsewhere(
     agents: tuple[int, ...], elsewhere: dict[int, tuple[int, ...]]
 ) -> None:
     workers = [place(rank, agent) for rank, agent in enumerate(agents)]

@@ -40,7 +40,7 @@ def test_a_key_that_begins_with_a_dash_is_no_option(tmp_path: Path) -> None:
     assert [one["public_key"] for one in listed] == [public]
 
 
-def test_a_key_is_trusted_by_file_or_text_and_revoked_by_name_or_text(secret: Path) -> None:
+def test_trust_takes_file_or_text_and_revoke_takes_name_or_text(secret: Path) -> None:
     file, public = secret.parent / "new" / "trusted", read_secret(secret).public
 
     by_file = keys("trust", file, secret, "--name", "d", "--role", "decode")

@@ -104,7 +104,7 @@ def test_a_file_that_others_could_change_is_not_trusted(trusted: TrustedKeys) ->
     assert f"chmod go-w {trusted.path}" in trusted.problems[0]
 
 
-def test_a_file_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
+def test_missing_file_trusts_no_key_until_it_comes_back(
     trusted: TrustedKeys,
 ) -> None:
     away = trusted.path.with_name("away")
@@ -121,7 +121,7 @@ def test_a_file_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
 
 
 @pytest.mark.parametrize("name", ["other.key", "trusted"])
-def test_what_a_full_disk_does_not_take_is_not_there_and_can_be_written_later(
+def test_write_on_full_disk_changes_nothing_and_works_later(
     trusted: TrustedKeys, name: str
 ) -> None:
     path = trusted.path.with_name(name)
@@ -224,7 +224,7 @@ def test_an_edit_in_place_is_seen(trusted: TrustedKeys) -> None:
     assert trusted.refresh() == LOST
 
 
-def test_a_revoked_key_leaves_the_other_lines_as_they_are_and_readers_see_no_half_of_it(
+def test_revoke_keeps_other_lines_and_readers_see_no_half_file(
     trusted: TrustedKeys,
 ) -> None:
     """Who has the file open goes on with what it was."""

@@ -78,7 +78,7 @@ def read_as_other_user(folder: Path, *, options: str) -> list[str]:
     ],
     ids=["lent and read-only", "a file that can be written", "secrets for everybody"],
 )
-def test_what_a_volume_lends_is_read_and_what_others_could_read_or_change_is_not(
+def test_mounted_file_is_read_unless_others_could_read_or_write(
     folder: Path, options: str, mode: int, trusted: str, secrets: list[str]
 ) -> None:
     fill(folder, mode)

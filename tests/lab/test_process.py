@@ -28,7 +28,7 @@ async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path)
     assert was_late
 
 
-async def test_what_is_raised_there_is_a_refusal_here_and_of_one_question_alone(
+async def test_error_in_process_refuses_one_question_only(
     tmp_path: Path,
 ) -> None:
     async with answering(tmp_path) as process:
@@ -40,7 +40,7 @@ async def test_what_is_raised_there_is_a_refusal_here_and_of_one_question_alone(
     assert after == {}
 
 
-async def test_a_process_that_ends_ends_the_block_and_its_last_words_are_told(
+async def test_process_end_ends_block_and_tells_last_cells(
     tmp_path: Path,
 ) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match=LAST_WORDS), flatten_subgroups=True):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.anyio
 LARGE = {"text": "x" * 60_000}
 
 
-async def test_messages_arrive_with_their_descriptors_and_who_sent_them_and_get_their_answers(
+async def test_messages_carry_descriptors_and_sender_and_get_answers(
     serving: Serving, null_fd: int
 ) -> None:
     peers, inherited = set(), set[bool]()
@@ -70,7 +70,7 @@ async def test_messages_arrive_with_their_descriptors_and_who_sent_them_and_get_
     ],
     ids=["refused", "a bug", "an answer that cannot be sent"],
 )
-async def test_an_error_of_the_handler_reaches_the_caller_and_the_connection_goes_on(
+async def test_handler_error_reaches_caller_and_connection_goes_on(
     serving: Serving, answer: Any, code: ErrorCode, detail: dict[str, Any]
 ) -> None:
     async def refuse(_connection: Any, message: dict[str, Any], _fds: Any) -> Any:
@@ -88,7 +88,7 @@ async def test_an_error_of_the_handler_reaches_the_caller_and_the_connection_goe
     assert after == {"fine": True}
 
 
-async def test_a_call_that_its_caller_gave_up_does_not_shift_the_answers(serving: Serving) -> None:
+async def test_abandoned_call_does_not_shift_answers(serving: Serving) -> None:
     held, arrived = anyio.Event(), anyio.Event()
 
     async def hold(_connection: Any, message: dict[str, Any], _fds: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ async def test_a_call_that_its_caller_gave_up_does_not_shift_the_answers(serving
     ],
     ids=["too large", "too many descriptors", "a closed descriptor"],
 )
-async def test_what_cannot_be_sent_is_an_error_and_the_connection_goes_on(
+async def test_unsendable_message_is_error_and_connection_goes_on(
     serving: Serving, message: dict[str, Any], fds: list[int], error: type[Exception], why: str
 ) -> None:
     async with serving() as served, AttachClient(served.path) as client:
@@ -127,7 +127,7 @@ async def test_what_cannot_be_sent_is_an_error_and_the_connection_goes_on(
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-async def test_when_the_server_stops_calls_that_wait_learn_of_it_and_no_descriptor_stays(
+async def test_server_stop_ends_waiting_calls_and_leaks_no_descriptor(
     serving: Serving, null_fd: int
 ) -> None:
     async def stop_at_last(_: Any, message: dict[str, Any], _fds: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ async def pass_a_and_b(_connection: Any, message: dict[str, Any], _fds: Any) -> 
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-async def test_descriptors_arrive_in_order_with_the_answer_that_they_belong_to_or_are_closed(
+async def test_descriptors_come_in_order_with_answer_or_are_closed(
     serving: Serving,
 ) -> None:
     async with serving(on_message=pass_a_and_b) as served:
@@ -191,7 +191,7 @@ def narrow_pair() -> Iterator[tuple[FrameChannel, FrameChannel]]:
         yield FrameChannel(left), FrameChannel(right)
 
 
-async def test_a_message_sent_in_parts_arrives_whole_with_its_descriptors_once(
+async def test_split_message_arrives_whole_with_its_descriptors_once(
     narrow_pair: tuple[FrameChannel, FrameChannel], null_fd: int
 ) -> None:
     sender, receiver = narrow_pair
@@ -211,7 +211,7 @@ async def test_a_message_sent_in_parts_arrives_whole_with_its_descriptors_once(
     assert received == [(LARGE, 2), ({}, 0)]
 
 
-async def test_a_message_whose_sending_is_cancelled_half_way_ends_the_channel(
+async def test_message_cancelled_half_sent_ends_channel(
     narrow_pair: tuple[FrameChannel, FrameChannel],
 ) -> None:
     sender, receiver = narrow_pair

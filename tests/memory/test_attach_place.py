@@ -45,9 +45,7 @@ def made(folder: Path, commands: str) -> None:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_folder_whose_place_others_could_take_is_refused_with_what_mends_it(
-    folder: Path, case: str
-) -> None:
+def test_folder_others_could_replace_is_refused_with_fix(folder: Path, case: str) -> None:
     commands, asked, why = MISTAKES[case]
     made(folder, commands)
 
@@ -64,7 +62,7 @@ def test_a_folder_whose_place_others_could_take_is_refused_with_what_mends_it(
     ],
     ids=["missing", "sticky", "a link of ours"],
 )
-def test_folders_whose_place_nobody_else_can_take_are_made_for_us_alone(
+def test_folder_others_cannot_replace_is_made_for_owner_alone(
     folder: Path, commands: str, asked: str
 ) -> None:
     made(folder, commands)
@@ -93,7 +91,7 @@ def test_what_another_user_made_first_is_refused_by_its_owner(folder: Path, aske
         prepare_folder(folder / "first")
 
 
-def test_the_socket_is_made_for_us_alone_also_where_a_dead_agents_is_and_goes_again(
+def test_private_socket_replaces_dead_one_and_is_removed_at_end(
     folder: Path,
 ) -> None:
     path = folder / "attach.sock"
@@ -159,7 +157,7 @@ def test_what_is_in_the_way_is_refused_by_name_and_stays(
 
 
 @pytest.mark.parametrize(("num_bytes", "fits"), [(107, True), (108, False)])
-def test_a_path_longer_than_linux_allows_is_refused_with_its_length(
+def test_path_over_linux_limit_is_refused_with_its_length(
     folder: Path, num_bytes: int, fits: bool
 ) -> None:
     path = folder / ("x" * (num_bytes - len(os.fsencode(folder)) - 1))

@@ -81,7 +81,7 @@ async def test_one_connection_too_many_is_told_that_the_agent_is_busy(serving: S
 
 @pytest.mark.anyio
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-async def test_another_user_is_refused_although_the_file_modes_would_let_it_in(
+async def test_another_user_is_refused_even_if_file_modes_permit(
     serving: Serving, child_command: Callable[..., list[str]]
 ) -> None:
     async with serving() as served:
@@ -97,7 +97,7 @@ async def test_another_user_is_refused_although_the_file_modes_would_let_it_in(
 
 @pytest.mark.anyio
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-async def test_processes_of_the_effective_user_of_the_agent_are_attached(folder: Path) -> None:
+async def test_process_of_agents_effective_user_is_attached(folder: Path) -> None:
     os.chown(folder, NOBODY, -1)
     os.seteuid(NOBODY)
     try:
@@ -124,7 +124,7 @@ BROKEN: dict[str, tuple[list[tuple[bytes, int]], str, str]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.usefixtures("nothing_leaks")
-async def test_a_broken_frame_is_refused_and_its_connection_closed_and_no_descriptor_leaks(
+async def test_broken_frame_is_refused_and_closed_without_leak(
     serving: Serving, null_fd: int, case: str
 ) -> None:
     parts, code, why = BROKEN[case]
@@ -145,7 +145,7 @@ async def test_a_broken_frame_is_refused_and_its_connection_closed_and_no_descri
 
 
 @pytest.mark.anyio
-async def test_a_client_that_never_reads_or_never_finishes_stops_nobody_else(
+async def test_client_never_reading_or_finishing_stops_no_other(
     serving: Serving,
 ) -> None:
     async def long_answer(*_: object) -> dict[str, Any]:
@@ -201,7 +201,7 @@ async def throw_garbage(path: Path, chunks: list[bytes], fds: list[int]) -> int:
 
 
 @pytest.mark.anyio
-async def test_messages_in_one_write_and_one_that_comes_byte_by_byte_are_answered_in_order(
+async def test_batched_and_bytewise_messages_are_answered_in_order(
     serving: Serving, null_fd: int
 ) -> None:
     async with serving() as served:

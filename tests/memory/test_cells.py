@@ -53,7 +53,7 @@ def live_cell(page: SharedSegment, names: CellNames) -> tuple[int, CommitCell]:
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-def test_what_one_side_swaps_the_other_sees_until_either_closes_its_page() -> None:
+def test_other_side_sees_swap_until_either_closes_its_page() -> None:
     with SharedSegment(CELLS_BYTES) as ours, passed(ours.fd) as theirs:
         names = CellNames(ours.swap)
         lent = SegmentMapping(theirs.reopen(), size_bytes=CELLS_BYTES)
@@ -116,7 +116,7 @@ def reader(
 
 # The engine closes the cell and then writes over its blocks; the reader copies them and then takes
 # the cell. Each has three steps, done in each of the 20 orders that there are.
-def test_in_no_order_of_their_steps_is_an_offer_taken_with_other_bytes(
+def test_no_order_of_steps_lets_offer_be_taken_with_other_bytes(
     page: SharedSegment, blocks: SharedSegment, reader: Reader
 ) -> None:
     takes, names = [], CellNames(page.swap)

@@ -40,7 +40,7 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
     st.sampled_from([0, 3, 8, 16]),
     st.sampled_from(["host", "gpu", "apart"]),
 )
-def test_what_is_gathered_into_slots_arrives_in_the_blocks_of_all_readers_and_nowhere_else(
+def test_gathered_slots_arrive_only_in_blocks_of_all_readers(
     case: Case, room: int, aligned_to: int, kind: str
 ) -> None:
     as_gpu = kind != "host"
@@ -61,9 +61,7 @@ def test_what_is_gathered_into_slots_arrives_in_the_blocks_of_all_readers_and_no
 
 @some(200)
 @given(cases(HEAD_DIMS), st.booleans())
-def test_zeroing_clears_the_asked_for_positions_of_each_group_and_nothing_else(
-    case: Case, as_gpu: bool
-) -> None:
+def test_zeroing_clears_only_asked_positions_of_each_group(case: Case, as_gpu: bool) -> None:
     decode = InMemory(case.decode, as_gpu=as_gpu)
 
     zero_what_is_moved(case, decode)
@@ -101,7 +99,7 @@ def boxed(**changes: object) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("copy", [PagedMemory.gather, PagedMemory.scatter])
-def test_a_tile_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_moves(
+def test_tile_table_or_slot_beyond_memory_is_refused_before_copy(
     copy: Any, changes: dict[str, Any], message: str
 ) -> None:
     memory = torch.arange(RANK.segments[0].size_bytes).to(torch.uint8)

@@ -34,7 +34,7 @@ class Recorded:
         return self.left < 0
 
 
-def test_every_event_is_waited_for_and_what_has_come_does_not_need_the_engine() -> None:
+def test_all_events_are_awaited_and_done_ones_need_no_engine() -> None:
     events = [Recorded(3), Recorded(0), Recorded(5)]
 
     wait_for(events, gone=lambda: False)
@@ -43,7 +43,7 @@ def test_every_event_is_waited_for_and_what_has_come_does_not_need_the_engine() 
     assert [event.left for event in events] == [-1, -1, -1]
 
 
-def test_work_is_given_up_when_the_engine_is_gone_or_it_takes_too_long() -> None:
+def test_wait_gives_up_when_engine_is_gone_or_it_takes_too_long() -> None:
     gone = chain(repeat(False, 3), repeat(True))
 
     with pytest.raises(LocalError) as lost:

@@ -68,7 +68,7 @@ def for_reading(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
 
-def test_both_mappings_are_the_same_memory_whose_pages_are_there_and_whose_descriptor_is_closed(
+def test_mappings_share_resident_memory_and_close_descriptor(
     segment: SharedSegment,
 ) -> None:
     fd = os.dup(segment.fd)
@@ -85,7 +85,7 @@ def test_both_mappings_are_the_same_memory_whose_pages_are_there_and_whose_descr
         assert not is_open(fd)
 
 
-def test_an_unsealed_file_is_sealed_against_shrinking_before_it_is_believed() -> None:
+def test_unsealed_file_is_sealed_against_shrinking_before_use() -> None:
     fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE_BYTES)
     with SegmentMapping(os.dup(fd), size_bytes=SIZE_BYTES) as mapping:
@@ -140,7 +140,7 @@ def read_only() -> int:
         ([ENGINES], unwritable, 4096, "reading and writing|cannot be mapped"),
     ],
 )
-def test_what_is_no_memory_file_or_of_another_size_or_cannot_be_written_is_refused_and_closed(
+def test_file_of_wrong_kind_size_or_mode_is_refused_and_closed(
     kinds: list[Kind], make: Callable[[], int], claimed_bytes: int, why: str
 ) -> None:
     for kind in kinds:
@@ -152,7 +152,7 @@ def test_what_is_no_memory_file_or_of_another_size_or_cannot_be_written_is_refus
 
 
 @pytest.mark.parametrize("kind", ALL, ids=["passed", "an engine's", "borrowed"])
-def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or_read(
+def test_oversized_sparse_file_is_refused_before_fill_or_read(
     kind: Kind,
 ) -> None:
     """Open for reading only, so that a mapping which tries to fill it fails and takes nothing."""
@@ -166,7 +166,7 @@ def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or
 
 
 @pytest.mark.parametrize("size_bytes", [8192, (1 << 25) + 8192], ids=["small", "in parts"])
-def test_discard_leaves_zeros_under_a_live_view_and_touches_nothing_real(size_bytes: int) -> None:
+def test_discard_zeros_live_view_and_spares_real_memory(size_bytes: int) -> None:
     with SharedSegment(size_bytes) as segment, mapped(segment) as mapping:
         segment.view()[:] = 1
         view, address = mapping.view(), mapping.address
@@ -184,7 +184,7 @@ def test_discard_leaves_zeros_under_a_live_view_and_touches_nothing_real(size_by
             mapping.view()
 
 
-def test_unmapping_waits_for_a_live_view_and_use_after_it_is_refused(
+def test_unmap_waits_for_live_view_and_later_use_is_refused(
     segment: SharedSegment,
 ) -> None:
     mapping = mapped(segment)
@@ -214,7 +214,7 @@ def test_the_garbage_collector_never_unmaps_by_itself(segment: SharedSegment) ->
     unmap(address, SIZE_BYTES)
 
 
-def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing(
+def test_borrower_of_segment_sees_engine_writes_and_cannot_write(
     segment: SharedSegment,
 ) -> None:
     segment.view()[:] = 7
@@ -250,7 +250,7 @@ def test_a_segment_is_lent_no_longer_than_it_is_the_engines(
     assert (while_held, num_open_fds()) == (before + 1, before)
 
 
-def test_a_quarter_of_the_files_that_a_process_may_open_is_left_for_its_sockets(
+def test_quarter_of_open_file_limit_is_left_for_sockets(
     segment: SharedSegment,
 ) -> None:
     fds = [os.dup(segment.fd) for _ in range(20)]
@@ -274,7 +274,7 @@ def test_a_quarter_of_the_files_that_a_process_may_open_is_left_for_its_sockets(
     assert kept == [ErrorCode.BUSY, None]
 
 
-def test_a_file_that_its_owner_truncates_is_seen_as_cut_without_being_touched() -> None:
+def test_truncated_file_is_seen_as_cut_without_being_touched() -> None:
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(SIZE_BYTES)
         with closing(PassedFile(os.dup(file.fileno()), size_bytes=SIZE_BYTES)) as ours:
@@ -296,7 +296,7 @@ CUT = {  # arguments; what the process says, and how it ends
 
 
 @pytest.mark.parametrize("case", CUT)
-def test_a_process_lives_on_though_its_memory_is_cut_and_reads_zeros(
+def test_process_survives_cut_memory_and_reads_zeros(
     child_command: Callable[..., list[str]], request: pytest.FixtureRequest, case: str
 ) -> None:
     (name, *arguments), says, status = CUT[case]

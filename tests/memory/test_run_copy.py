@@ -65,7 +65,7 @@ def test_what_loops_over_every_element_copy_is_copied(
     starts=st.tuples(st.integers(0, 200), st.integers(0, 200)),
     within_units=st.booleans(),
 )
-def test_runs_of_any_length_and_alignment_are_copied_and_nothing_else(
+def test_runs_of_any_length_and_alignment_are_copied_exactly(
     copy: Copy,
     *,
     run_bytes: int,

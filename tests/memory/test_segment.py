@@ -21,7 +21,7 @@ GIVING_WORDS = ("always", "within_size", "advise", "force")
 """What the kernel says where memory that is advised gets huge pages."""
 
 
-def test_a_segment_is_zeros_whose_pages_are_taken_and_that_no_program_inherits() -> None:
+def test_segment_is_zeroed_reserved_and_not_inherited() -> None:
     with SharedSegment(100_001) as segment:
         reserved_bytes = os.fstat(segment.fd).st_blocks * 512
         content = segment.tensor.clone()
@@ -56,9 +56,7 @@ def test_a_segment_can_be_neither_cut_nor_grown_nor_unsealed() -> None:
         (-4096, "makes no sense"),
     ],
 )
-def test_a_size_that_the_machine_or_a_limit_does_not_allow_is_refused_with_what_to_do(
-    size_bytes: int, why: str
-) -> None:
+def test_size_beyond_machine_or_limit_is_refused_with_advice(size_bytes: int, why: str) -> None:
     """A segment that should have been refused is kept from taking all of the machine's memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -90,7 +88,7 @@ def num_free_huge_pages() -> int:
 
 
 @pytest.mark.parametrize("wanted", [True, "advise"])
-def test_huge_pages_are_used_where_the_machine_gives_them_and_ordinary_ones_else(
+def test_huge_pages_are_used_where_given_and_ordinary_ones_else(
     wanted: Literal[True, "advise"],
 ) -> None:
     gives = num_free_huge_pages() > 0 if wanted is True else shmem_word() in GIVING_WORDS
@@ -105,7 +103,7 @@ def test_huge_pages_are_used_where_the_machine_gives_them_and_ordinary_ones_else
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-def test_a_closed_segment_is_refused_and_a_tensor_that_outlives_it_reads_zeros() -> None:
+def test_closed_segment_is_refused_and_its_tensor_reads_zeros() -> None:
     segment = SharedSegment(4096)
     tensor = segment.tensor.fill_(1)
     segment.close()
@@ -118,7 +116,7 @@ def test_a_closed_segment_is_refused_and_a_tensor_that_outlives_it_reads_zeros()
 
 
 @pytest.mark.parametrize("asked", [False, "advise"])
-def test_a_machine_without_huge_pages_is_logged_if_they_were_asked_for(
+def test_lack_of_huge_pages_is_logged_if_they_were_asked_for(
     asked: HugePages, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvbus.engine"):

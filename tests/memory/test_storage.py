@@ -22,7 +22,7 @@ def shared_storage(tensor: torch.Tensor) -> SharedStorage:
     return shared
 
 
-def test_values_and_every_view_follow_and_the_agent_sees_what_is_written_through_any() -> None:
+def test_views_follow_moved_storage_and_agent_sees_their_writes() -> None:
     tensor = torch.arange(1000, dtype=torch.float32)
     part, address = tensor[100:200].view(10, 10).t(), tensor.data_ptr()
     with (
@@ -42,7 +42,7 @@ def test_values_and_every_view_follow_and_the_agent_sees_what_is_written_through
         assert torch.equal(tensor[200:], torch.arange(200.0, 1000.0))
 
 
-def test_tensors_of_one_storage_share_one_segment_and_are_moved_once() -> None:
+def test_tensors_of_one_storage_share_segment_and_move_once() -> None:
     both, other = torch.zeros(2, 64), torch.zeros(8)
     shared = share_tensors([both[0], both[1], other])
     with shared_storage(both[1]) as again:
@@ -59,7 +59,7 @@ def test_tensors_of_one_storage_share_one_segment_and_are_moved_once() -> None:
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-def test_the_memory_outlives_the_descriptor_and_the_descriptor_the_tensor() -> None:
+def test_memory_outlives_descriptor_which_outlives_tensor() -> None:
     tensor = torch.ones(64)
     shared = shared_storage(tensor)
     del tensor
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_memory_that_torch_does_not_own_alone_is_refused_and_not_moved(
+def test_memory_torch_does_not_own_alone_is_refused_unmoved(
     case: str, num_open_fds: Callable[[], int]
 ) -> None:
     make, why = REFUSED[case]
@@ -107,7 +107,7 @@ def test_memory_that_torch_does_not_own_alone_is_refused_and_not_moved(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small file system")
-def test_a_tensor_larger_than_the_shared_memory_file_system_is_refused_before_it_is_moved(
+def test_tensor_larger_than_shm_is_refused_before_it_is_moved(
     child_command: Callable[..., list[str]],
 ) -> None:
     mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
@@ -155,7 +155,7 @@ def test_what_the_process_holds_at_its_end_is_not_warned_about() -> None:
 
 @pytest.mark.usefixtures("nothing_leaks")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_forgotten_shared_storage_is_closed_where_warnings_are_errors() -> None:
+def test_forgotten_storage_is_closed_when_warnings_are_errors() -> None:
     shared = share_tensor(torch.zeros(8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

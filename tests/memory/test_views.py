@@ -35,7 +35,7 @@ def view_of(
 
 
 @given(layouts())
-def test_a_view_holds_the_bytes_that_numpy_finds_there_or_is_refused(
+def test_view_holds_same_bytes_as_numpy_or_is_refused(
     layout: tuple[str, int, list[int], list[int]],
 ) -> None:
     name, offset, sizes, strides = layout

@@ -117,7 +117,7 @@ def test_what_cannot_be_planned_is_refused(arguments: str, sides: Sides, told: s
     assert told in refused(*arguments.split(), **sides)
 
 
-def test_engines_that_differ_in_more_than_shape_end_with_status_1() -> None:
+def test_engines_differing_beyond_shape_end_with_status_1() -> None:
     """What is compared is in `tests/planning/test_compatibility.py`."""
     fewer_heads = SMALL.replace("kv_heads=8", "kv_heads=4")
 

@@ -73,6 +73,6 @@ SAME: dict[str, EngineSpec] = {
 
 
 @pytest.mark.parametrize("other", SAME.values(), ids=SAME)
-def test_engines_of_other_parallelism_block_size_or_order_are_compatible(other: EngineSpec) -> None:
+def test_other_parallelism_block_size_or_order_is_compatible(other: EngineSpec) -> None:
     check_compatible(ENGINE, other)
     check_compatible(other, ENGINE)

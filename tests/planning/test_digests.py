@@ -60,7 +60,7 @@ def is_chosen(piece: Piece, offer_id: str, one_in: int) -> bool:
     one_in=st.sampled_from([1, 2, 3, 64]),
     offer_id=st.text(max_size=9),
 )
-def test_tiles_have_each_piece_once_and_both_sides_choose_the_same_however_they_are_cut(
+def test_tiles_hold_each_piece_once_and_any_cut_chooses_same(
     share: Share, ends: tuple[int, int], most: int, one_in: int, offer_id: str
 ) -> None:
     span = min(ends), max(ends)

@@ -59,9 +59,7 @@ def assert_one_holder_each(
 
 @some(150)
 @given(cases(), st.lists(st.integers(0, 1), min_size=8))
-def test_each_reader_has_all_from_ranks_that_hold_it_and_replicas_are_read_in_turns(
-    case: Case, drawn: list[int]
-) -> None:
+def test_readers_get_all_from_holders_and_replicas_take_turns(case: Case, drawn: list[int]) -> None:
     prefill, decode = case.ranks
     places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
     reads = ReadMap(prefill, decode, places=places)
@@ -113,7 +111,7 @@ def assert_turns_over_all_choices(reads: ReadMap, prefill: Iterable[RankSpec]) -
 
 
 @pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
-def test_a_latent_is_read_whole_from_one_rank_and_another_one_for_the_next_fetch(
+def test_latent_is_read_from_one_rank_and_next_fetch_takes_other(
     decode_tp: int,
 ) -> None:
     reads = ReadMap(ranks_of(4), ranks_of(decode_tp))
@@ -127,7 +125,7 @@ def test_a_latent_is_read_whole_from_one_rank_and_another_one_for_the_next_fetch
     assert joined == [0, 1, 2, 3, 0]
 
 
-def test_readers_of_different_agents_take_different_replicas_without_knowing_each_other() -> None:
+def test_agents_unaware_of_each_other_read_different_replicas() -> None:
     prefill, decode = ranks_of(4), ranks_of(4)
 
     shares = [
@@ -159,7 +157,7 @@ def without_last_layer(rank: RankSpec) -> RankSpec:
         (without_last_layer, "heads 0 to 4 of full/3/k"),
     ],
 )
-def test_what_no_prefill_rank_holds_is_refused_by_name_if_a_reader_wants_it(
+def test_wanted_part_held_by_no_prefill_rank_is_refused_by_name(
     lacking: Callable[[RankSpec], RankSpec], named: str
 ) -> None:
     prefill, decode = [lacking(rank) for rank in ranks_of(1, 4)], ranks_of(1, 4)

@@ -102,7 +102,7 @@ def truly_s(num_bytes: int) -> float:
 
 
 @pytest.mark.parametrize("num_bytes", [64 * KIB, 3 * MIB, 64 * MIB])
-def test_what_was_learned_is_near_the_truth_and_a_link_that_becomes_slow_is_believed_soon(
+def test_learned_time_nears_truth_and_slow_link_is_soon_believed(
     num_bytes: int,
 ) -> None:
     learned, random = Learned(), Random(1)
@@ -117,7 +117,7 @@ def test_what_was_learned_is_near_the_truth_and_a_link_that_becomes_slow_is_beli
     assert learned.predict_s(num_bytes) > 5 * truly_s(num_bytes)
 
 
-def test_one_fetch_is_believed_within_bounds_and_nothing_in_no_time_says_nothing() -> None:
+def test_one_fetch_is_believed_in_bounds_and_empty_one_ignored() -> None:
     learned, bounded = Learned(), Learned()
     before_s = learned.predict_s(64 * MIB)
 

@@ -40,7 +40,7 @@ from tests.planning.handoffs import (
 
 @some(2000, share=12)
 @given(cases(), st.integers(1, 40), st.data())
-def test_a_plan_moves_exactly_the_bytes_that_loops_over_every_element_move(
+def test_plan_moves_same_bytes_as_loops_over_every_element(
     case: Case, job_bytes: int, data: st.DataObject
 ) -> None:
     assert_an_agent_would_accept(case)
@@ -102,9 +102,7 @@ def assert_in_order_and_merged(reads: Reads) -> None:
 
 @some(400, share=16)
 @given(cases(), st.data())
-def test_a_copy_is_refused_where_one_byte_of_its_source_is_not_mapped(
-    case: Case, data: st.DataObject
-) -> None:
+def test_copy_is_refused_if_one_source_byte_is_not_mapped(case: Case, data: st.DataObject) -> None:
     runs = case.runs()
     assume(runs.num_bytes)
     _, source, num_bytes = data.draw(st.sampled_from(list(runs)))
@@ -191,7 +189,7 @@ def plan() -> RunPlan:
     return RunPlan(prefill, decode, ReadMap([prefill[0].rank], [decode[0].rank]).shares())
 
 
-def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_together(
+def test_equal_engines_read_whole_blocks_and_merge_neighbours(
     plan: RunPlan,
 ) -> None:
     tables = {"full": BlockTable.of([2, 3, 6])}, {"full": BlockTable.of([4, 5, 1])}
@@ -204,7 +202,7 @@ def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_
     ]
 
 
-def test_a_group_without_positions_needs_no_tables_and_one_with_them_all_blocks_on_both_sides(
+def test_group_needs_all_blocks_on_both_sides_only_for_positions(
     plan: RunPlan,
 ) -> None:
     whole = {"full": BlockTable.of([0, 1])}

@@ -24,7 +24,7 @@ def windowed(window: int, block_size: int = 16) -> GroupSpec:
     st.integers(1, 40),
     st.integers(1, 40),
 )
-def test_a_fetch_moves_what_is_needed_and_what_both_sides_have_in_one_block_with_it(
+def test_fetch_moves_needed_tokens_and_rest_both_have_in_block(
     start: int, length: int, window: int, reads_in: int, holds_in: int
 ) -> None:
     readers = FULL, STATE, windowed(window, reads_in)
@@ -38,7 +38,7 @@ def test_a_fetch_moves_what_is_needed_and_what_both_sides_have_in_one_block_with
 
 
 @given(st.data(), st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
-def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
+def test_pieces_of_fetch_hold_each_position_once_and_in_order(
     data: st.DataObject, start: int, length: int, window: int
 ) -> None:
     groups, stop = (FULL, STATE, windowed(window)), start + length
@@ -57,7 +57,7 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
             assert set(range(*spans[group.name])) <= set(inside)
 
 
-def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
+def test_state_comes_with_last_piece_even_without_tokens() -> None:
     whole, spans = (0, 20), SpanMap((FULL, STATE), (FULL, STATE))
 
     before = spans.chunk(whole, (0, 20), last=False)
@@ -68,7 +68,7 @@ def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
 
 
 @given(st.integers(0, 70), st.integers(0, 70), st.integers(1, 50))
-def test_the_tail_is_what_the_last_block_of_each_group_has_behind_the_last_position(
+def test_tail_is_rest_of_each_groups_last_block_after_last_token(
     start: int, length: int, window: int
 ) -> None:
     groups, stop = (FULL, STATE, windowed(window)), start + length

@@ -78,7 +78,7 @@ def engine(text: str) -> dict[str, Any]:
     ],
     ids=["whole", "common", "latent", "window"],
 )
-def test_a_short_text_says_all_of_an_engine_and_the_rest_is_common(
+def test_short_text_describes_whole_engine_and_rest_is_common(
     text: str, wanted: dict[str, Any], groups: dict[str, dict[str, Any]]
 ) -> None:
     found = engine(text)
@@ -89,7 +89,7 @@ def test_a_short_text_says_all_of_an_engine_and_the_rest_is_common(
         assert {key: found["groups"][name][key] for key in group} == group
 
 
-def test_a_file_has_the_engine_as_the_protocol_has_it_and_its_layout_comes_behind(
+def test_file_has_engine_as_in_protocol_and_layout_after_it(
     tmp_path: Path,
 ) -> None:
     state = state_group("ssm", (3,), (StatePart("conv", 8, 4096),))
@@ -108,9 +108,7 @@ def test_a_file_has_the_engine_as_the_protocol_has_it_and_its_layout_comes_behin
 
 
 @pytest.mark.parametrize("has_it", ["prefill", "decode"])
-def test_an_optional_group_that_the_other_side_is_without_is_not_read(
-    tmp_path: Path, has_it: str
-) -> None:
+def test_optional_group_that_other_side_lacks_is_not_read(tmp_path: Path, has_it: str) -> None:
     both, without = tmp_path / "both.toml", tmp_path / "without.toml"
     both.write_text(f"{FILE}optional = true\n")
     without.write_text(FILE[: FILE.rindex("[[groups]]")].replace("pp_size = 2", "pp_size = 1"))
@@ -141,7 +139,7 @@ def test_an_optional_group_that_the_other_side_is_without_is_not_read(
         ("/nowhere/at/all.toml", "No such file"),
     ],
 )
-def test_a_wrong_text_is_refused_in_one_line_that_names_side_and_key(text: str, told: str) -> None:
+def test_wrong_text_is_refused_in_one_line_with_side_and_key(text: str, told: str) -> None:
     message = refused(prefill=text)
 
     assert message.startswith("error: --from: ")

@@ -22,7 +22,7 @@ def plans_of(case: Case, slot_bytes: int) -> tuple[StagedPlan, ...]:
 
 @some(1000, share=12)
 @given(cases(), st.integers(64, 4096), st.integers(1, 2000))
-def test_what_is_read_into_slots_and_copied_on_is_what_loops_over_every_element_move(
+def test_staged_reads_and_copies_move_same_bytes_as_loops(
     case: Case, slot_bytes: int, tile_bytes: int
 ) -> None:
     spans, expected = case.spans(), copied_by_loops(case)

@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=num_examples(600), deadline=None)
 @given(cases())
-def test_tiles_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(case: Case) -> None:
+def test_tiles_are_few_fit_slots_and_hold_each_element_once(case: Case) -> None:
     share = case.share
 
     tiles = cut_into_tiles(share, case.group, case.span, tile_bytes=case.tile_bytes)
@@ -96,7 +96,7 @@ FULL = GroupSpec("full", tuple(range(16)), 16, 8, 128, "bfloat16")
 SHARE = Share(0, 0, "full", FULL.layers, FULL.parts, 4, 4)
 
 
-def test_a_slot_too_small_for_the_least_tile_is_refused_with_what_to_raise() -> None:
+def test_slot_below_least_tile_is_refused_with_setting_to_raise() -> None:
     with pytest.raises(GeometryError, match=r"one token .*raise slot_bytes to 2048") as refused:
         cut_into_tiles(SHARE, FULL, (0, 100), tile_bytes=2047)
 
@@ -105,7 +105,7 @@ def test_a_slot_too_small_for_the_least_tile_is_refused_with_what_to_raise() -> 
     assert len(cut_into_tiles(SHARE, FULL, (0, 1), tile_bytes=2048)) == 16
 
 
-def test_no_positions_are_no_tile_and_a_state_is_cut_between_layers_only() -> None:
+def test_no_positions_make_no_tile_and_states_are_cut_by_layer() -> None:
     state = state_group("state", (1, 3, 5), (StatePart("ssm", 4, 100),))
     share = Share(0, 0, "state", (1, 3, 5), ("ssm",), 2, 2)
 

@@ -132,7 +132,7 @@ def test_what_the_engine_has_closed_nobody_takes_or_makes_live() -> None:
         assert page.cell(later).commit("token")
 
 
-def test_an_engine_has_so_many_offers_with_cells_and_the_others_have_none() -> None:
+def test_engine_has_limited_cells_and_further_offers_have_none() -> None:
     page = Page()
     names = [page.names.open() for _ in range(NUM_CELLS + 1)]
 
@@ -167,9 +167,7 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
     ],
     ids=lambda value: type(getattr(value, "message", value)).__name__,
 )
-def test_an_offer_that_was_taken_by_its_cell_is_completed_by_whatever_comes(
-    event: Any, answer: list[Any]
-) -> None:
+def test_offer_taken_by_cell_is_completed_by_any_next_event(event: Any, answer: list[Any]) -> None:
     page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
@@ -184,7 +182,7 @@ def test_an_offer_that_was_taken_by_its_cell_is_completed_by_whatever_comes(
 
 
 @pytest.mark.parametrize("state", ["live", "taken by another", "closed by the engine", "closed"])
-def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) -> None:
+def test_false_report_of_taken_cell_changes_nothing(state: str) -> None:
     page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
@@ -209,7 +207,7 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
 @pytest.mark.parametrize(
     "event", [acquired(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
 )
-def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_cell_first(event: Any) -> None:
+def test_cell_is_closed_before_offer_may_end_or_go_to_reader(event: Any) -> None:
     page, table = Page(), OfferTable(LIMITS)
     made, ticket = opened_with(page)
     table.handle(made, 0.0)
@@ -230,7 +228,7 @@ def test_who_has_no_right_and_who_only_asks_leave_the_cell_alone() -> None:
 
 
 @pytest.mark.parametrize("event", [acquired(), taken(), WITHDRAW, LOST, STOPPED, DUE], ids=str)
-def test_an_offer_whose_engine_has_closed_the_cell_is_lost_before_its_end_is_heard(
+def test_offer_is_lost_before_its_end_if_engine_closed_its_cell(
     event: Any,
 ) -> None:
     """The take of a reader that has read what was written since may come first."""

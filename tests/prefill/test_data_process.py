@@ -82,7 +82,7 @@ async def restarted(agent: PrefillAgent) -> None:
     await until(lambda: agent.runtime.agent.data.boot not in ("", boot))
 
 
-async def test_the_next_data_process_has_the_engine_again_and_packs_its_tiles(case: Case) -> None:
+async def test_next_data_process_has_engine_again_and_packs_tiles(case: Case) -> None:
     before = await case.shake()
     await restarted(case.agent)
 
@@ -94,7 +94,7 @@ async def test_the_next_data_process_has_the_engine_again_and_packs_its_tiles(ca
     assert torch.equal(case.slot(packed), case.wanted())
 
 
-async def test_an_agent_that_inherits_many_open_files_has_a_data_process(folder: Path) -> None:
+async def test_agent_inheriting_many_open_files_has_data_process(folder: Path) -> None:
     """The channel has a high number there."""
     with ExitStack() as files:
         for _ in range(1100):
@@ -103,7 +103,7 @@ async def test_an_agent_that_inherits_many_open_files_has_a_data_process(folder:
             await agent.runtime.agent.data.call(wire.OpenNixl())
 
 
-async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: Case) -> None:
+async def test_reads_from_ended_data_process_are_not_taken(case: Case) -> None:
     """Its pid, its port and its addresses may be those of another process since."""
     before = await case.shake()
     await restarted(case.agent)
@@ -119,7 +119,7 @@ async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: C
     await case.take(nixl_agent=now.nixl_agent)
 
 
-async def test_tiles_and_handshakes_are_refused_with_the_reason_while_there_is_no_data_process(
+async def test_tiles_and_handshakes_are_refused_without_data_process(
     starts: Starts, agent: PrefillAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus_prefill.agent.HANDSHAKE_WITHIN_S", 0.2)
@@ -171,7 +171,7 @@ async def test_a_slot_that_could_not_be_wiped_is_not_free_before_it_is(
         assert unwiped == 1
 
 
-async def test_an_engine_that_ends_without_a_data_process_is_let_go_at_once_and_not_mapped_again(
+async def test_engine_ended_without_data_process_is_let_go_for_good(
     starts: Starts, agent: PrefillAgent
 ) -> None:
     async with agent.reader() as reader:
@@ -191,7 +191,7 @@ async def test_an_engine_that_ends_without_a_data_process_is_let_go_at_once_and_
     assert num_mapped == 1
 
 
-async def test_an_engine_whose_memory_cannot_be_mapped_again_is_sent_away(
+async def test_engine_with_memory_not_mappable_again_is_sent_away(
     agent: PrefillAgent,
 ) -> None:
     """It was truncated, and nothing has touched it since."""

@@ -56,7 +56,7 @@ async def refusal(client: AttachClient, **changes: Any) -> RequestRefused:
 
 
 @needs_no_gpu
-async def test_an_agent_without_cuda_says_what_it_lacks_and_serves_who_needs_none(
+async def test_agent_without_cuda_names_lack_and_serves_host_engines(
     agent: PrefillAgent,
 ) -> None:
     async with agent.engine() as before, greeted(agent) as client:
@@ -69,7 +69,7 @@ async def test_an_agent_without_cuda_says_what_it_lacks_and_serves_who_needs_non
             assert agent.local(after).ready
 
 
-async def test_an_agent_without_slots_refuses_cuda_memory_before_it_looks_for_a_gpu(
+async def test_agent_without_slots_refuses_cuda_before_gpu_lookup(
     folder: Path,
 ) -> None:
     async with prefill_agent(folder, staging_bytes=0) as agent, greeted(agent) as client:
@@ -106,7 +106,7 @@ async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: Prefill
             source.control.record()
 
 
-async def test_a_tile_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
+async def test_tile_is_gathered_on_stream_into_slot_of_engines_gpu(
     gpu: StandIn, agent: PrefillAgent
 ) -> None:
     async with (
@@ -136,7 +136,7 @@ async def test_a_tile_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_it
         assert engines.registered_bytes == on_host.memories()[0].numel()
 
 
-async def test_a_handle_that_does_not_open_is_refused_and_nothing_is_kept(
+async def test_handle_that_does_not_open_is_refused_and_not_kept(
     gpu: StandIn, agent: PrefillAgent
 ) -> None:
     spec = make_spec()

@@ -109,7 +109,7 @@ async def test_who_shows_something_else_gets_nothing_and_may_ask_again(
         await until(lambda: num_open_fds() == before)
 
 
-async def test_a_connection_is_for_one_engine_and_ends_with_it_and_with_no_other(
+async def test_connection_serves_one_engine_and_ends_with_it_alone(
     agent: PrefillAgent,
 ) -> None:
     async with (

@@ -506,7 +506,7 @@ ANYTHING = [MORE, GAP, SEAL, WITHDRAW, acquired(), renewed(1), held(), taken(), 
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_every_request_is_answered_once_in_every_state_and_the_end_is_final(situation: str) -> None:
+def test_every_state_answers_each_request_once_and_end_is_final(situation: str) -> None:
     for first, second in product([*ANYTHING, LOST, STOPPED, DUE], ANYTHING):
         table = play(*SITUATIONS[situation])
         all_said = [said(table.handle(event, 1.0)) for event in (first, second)]
@@ -532,7 +532,7 @@ ENDS: dict[ErrorCode, ev.Event] = {
 
 
 @pytest.mark.parametrize("late", LATE.values(), ids=LATE)
-def test_who_is_late_is_told_stale_or_what_ended_its_lease_and_changes_nothing(
+def test_late_reader_is_told_stale_or_end_and_changes_nothing(
     late: Callable[[int], ev.Event],
 ) -> None:
     for made in (SEALED, OPEN):
@@ -567,7 +567,7 @@ WRONG_RIGHTS = {
 
 @pytest.mark.parametrize("wrong", WRONG_RIGHTS.values(), ids=WRONG_RIGHTS)
 @pytest.mark.parametrize("situation", ["leased", "leased and open"])
-def test_who_does_not_show_the_right_is_refused_without_detail_and_changes_nothing(
+def test_wrong_right_is_refused_without_detail_or_any_change(
     wrong: ev.Event, situation: str
 ) -> None:
     table = play(*SITUATIONS[situation])
@@ -593,7 +593,7 @@ def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
             assert refusal.error.detail == {"retry_after_s": pause_s}
 
 
-def test_a_renewal_brings_the_blocks_that_the_reader_does_not_know_and_none_behind_a_gap() -> None:
+def test_renewal_brings_unknown_blocks_and_none_behind_gap() -> None:
     table = play(OPEN, acquired(), (0, GAP, [GEOMETRY]))
     before = granted(table.handle(renewed(1, known=2), 0.5))
     table.handle(MORE, 0.5)
@@ -609,7 +609,7 @@ def hand_over(table: OfferTable, offer_id: str, now: float) -> None:
         table.handle(event, now)
 
 
-def test_what_is_known_of_offers_that_ended_is_kept_for_a_minute_and_the_last_for_longer() -> None:
+def test_ended_offers_are_known_for_minute_and_last_ones_longer() -> None:
     table, num_known = OfferTable(), []
 
     for number in range(3000):
@@ -625,7 +625,7 @@ def test_what_is_known_of_offers_that_ended_is_kept_for_a_minute_and_the_last_fo
     assert len(table.retired) == KEPT_ANYWAY
 
 
-def test_what_is_known_of_offers_that_ended_is_bounded_by_its_bytes() -> None:
+def test_knowledge_of_ended_offers_is_bounded_by_bytes() -> None:
     table = OfferTable(OfferLimits(max_retired_bytes=50_000))
 
     for number in range(100):

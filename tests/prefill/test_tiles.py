@@ -25,7 +25,7 @@ from tests.strict_links import StrictLink, bits
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_tile_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
+async def test_tile_in_canonical_order_holds_tokens_consecutively(case: Case) -> None:
     packed = await case.packed()
 
     assert packed.num_bytes == 2 * 2 * 30 * 4 * FULL.head_dim * 2
@@ -37,7 +37,7 @@ def numbers(told: Digests) -> list[int]:
     return found
 
 
-async def test_digests_are_of_the_tokens_in_memory_now_all_or_those_that_are_expected(
+async def test_digests_cover_all_or_expected_tokens_in_memory_now(
     case: Case,
 ) -> None:
     """What each of them is, `tests/agent/test_digests.py` says."""
@@ -92,7 +92,7 @@ WRONG: dict[str, list[Wrong]] = {
 
 
 @pytest.mark.parametrize("question", WRONG)
-async def test_what_is_not_the_readers_to_have_is_refused_before_it_has_a_slot(
+async def test_request_beyond_readers_right_is_refused_before_any_slot(
     case: Case, question: str
 ) -> None:
     questions: Any = {"pack": case.pack, "digest": case.digest, "check": case.check}
@@ -115,7 +115,7 @@ async def test_heads_that_another_rank_holds_are_refused(agent: PrefillAgent) ->
         assert agent.counts["slots"] == 0
 
 
-async def test_digests_are_made_of_tokens_that_are_ready_of_an_offer_that_is_not_over(
+async def test_digests_need_ready_tokens_of_offer_that_is_not_over(
     case: Case,
 ) -> None:
     offer = await case.source.prefill.offer(
@@ -145,7 +145,7 @@ async def test_another_engines_offer_opens_nothing(case: Case) -> None:
     assert refused.value.code is ErrorCode.FORBIDDEN
 
 
-async def test_slots_are_free_when_their_reader_says_so_whatever_else_it_asks(case: Case) -> None:
+async def test_slots_are_freed_by_their_reader_whatever_else_it_asks(case: Case) -> None:
     in_use = []
     first = await case.packed()
     second = await case.packed(done=(first.slot_id,))
@@ -166,7 +166,7 @@ async def test_slots_are_free_when_their_reader_says_so_whatever_else_it_asks(ca
     assert in_use == [1, 1, 0, 1, 0]
 
 
-async def test_a_check_has_progress_driven_no_longer_than_a_lease_may_last(folder: Path) -> None:
+async def test_check_drives_progress_no_longer_than_longest_lease(folder: Path) -> None:
     async with (
         prefill_agent(folder, max_lease_s=0.1) as agent,
         agent.engine() as source,
@@ -180,7 +180,7 @@ async def test_a_check_has_progress_driven_no_longer_than_a_lease_may_last(folde
         await until(lambda: agent.runtime.agent.data.num_progress == before)
 
 
-async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_slot(
+async def test_ranks_with_home_elsewhere_are_packed_under_slot_lease(
     agent: PrefillAgent,
 ) -> None:
     spec = make_spec(tp=2)
@@ -209,7 +209,7 @@ async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_s
     ],
     ids=["unregistered", "exposed by its agent only through slots"],
 )
-async def test_of_memory_that_is_not_read_directly_nixl_is_told_the_slots_alone(
+async def test_nixl_knows_only_slots_if_memory_is_not_read_directly(
     folder: Path, memory: Memory, settings: dict[str, Any], is_wiped: bool
 ) -> None:
     """And its end does not wait for late reads, which the end of the engine would see here."""

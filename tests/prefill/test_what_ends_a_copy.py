@@ -23,7 +23,7 @@ async def note_refusal(case: Case, refusals: list[RequestRefused]) -> None:
     refusals.append(await case.refusal())
 
 
-async def test_digests_of_an_offer_that_ends_while_they_are_made_are_refused(
+async def test_digests_are_refused_if_offer_ends_while_they_are_made(
     case: Case,
 ) -> None:
     """Its blocks may have other bytes by then."""
@@ -66,7 +66,7 @@ async def test_the_memory_of_a_dead_engine_stays_while_a_copy_reads_it(
     assert (slots, kept) == (1, True)
 
 
-async def test_memory_of_a_gpu_is_closed_after_the_copy_and_waits_for_no_late_read(
+async def test_gpu_memory_closes_after_copy_and_awaits_no_late_read(
     folder: Path, gpu: StandIn
 ) -> None:
     refusals: list[RequestRefused] = []

@@ -66,7 +66,7 @@ def ask_of_strangers(decode: AgentProcess, target: Engine) -> None:
                 assert "ok" in msgpack.unpackb(dealer.recv())
 
 
-async def test_an_engine_that_is_not_there_or_one_of_several_is_refused(
+async def test_unknown_engine_or_one_of_several_is_refused(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with engine(decode.attach) as target:

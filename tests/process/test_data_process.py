@@ -28,7 +28,7 @@ async def end_data_process(agent: AgentProcess) -> None:
     await until(lambda: agent.data_pid not in (0, pid))
 
 
-async def test_only_data_processes_load_nixl_and_their_end_costs_no_engine_and_no_handoff(
+async def test_only_data_process_loads_nixl_and_ends_without_loss(
     fresh: Agents,
 ) -> None:
     prefill, decode = agents = [fresh.prepare(role, mapped=False) for role in ("prefill", "decode")]
@@ -45,7 +45,7 @@ async def test_only_data_processes_load_nixl_and_their_end_costs_no_engine_and_n
     assert in_data == 2 * [{"libnixl", "libucp", "libuct"}]
 
 
-async def test_both_processes_are_shown_with_restarts_and_the_last_reason(fresh: Agents) -> None:
+async def test_page_shows_both_processes_restarts_and_last_reason(fresh: Agents) -> None:
     agent = fresh.prepare("prefill")
     fresh.start(agent)
     await end_data_process(agent)

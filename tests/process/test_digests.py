@@ -138,9 +138,7 @@ async def compared(site: Site, handoff: Handoff) -> FetchFailed | None:
 
 
 @pytest.mark.parametrize("path", SHAPES)
-async def test_a_bit_that_is_not_as_the_prefill_engine_has_it_is_found_and_located(
-    site: Site, path: str
-) -> None:
+async def test_flipped_bit_is_found_and_located(site: Site, path: str) -> None:
     random = Random(path)
     *sides, groups = SHAPES[path]
     async with two_engines(site.shapes, path, *sides, groups=groups) as engines:
@@ -174,7 +172,7 @@ async def test_of_a_sample_a_few_pieces_are_compared(site: Site) -> None:
     assert 0 < site.num_pieces("mapped", "different") < num_all / 8
 
 
-async def test_a_prefill_agent_that_does_not_tell_all_digests_proves_nothing(site: Site) -> None:
+async def test_prefill_agent_omitting_digests_proves_nothing(site: Site) -> None:
     site.tap.change("digest", lambda answer: answer.update(digests=answer["digests"][8:]))
     async with two_engines(site.shapes, "direct", Side(), Side()) as (source, target):
         handoff = await begin(source, target, 16)
@@ -185,7 +183,7 @@ async def test_a_prefill_agent_that_does_not_tell_all_digests_proves_nothing(sit
         assert re.search(r"told \d+ digests, \d+ pieces are compared", failure.message)
 
 
-async def test_bytes_that_differ_as_the_offer_has_ended_are_no_mismatch(site: Site) -> None:
+async def test_bytes_that_differ_after_offer_end_are_no_mismatch(site: Site) -> None:
     """Its engine has other uses for the blocks then; nobody is told that KV arrives wrong."""
     async with two_engines(site.shapes, "direct", Side(), Side()) as engines:
         await hand_over(*engines, 16)

@@ -40,7 +40,7 @@ def test_the_readme_shows_a_part_of_the_example_that_runs() -> None:
     assert shown in (ROOT / "examples/handoff.py").read_text("utf-8")
 
 
-def test_the_engine_of_the_memory_page_hands_over_its_kv_through_the_ring(
+def test_memory_page_engine_hands_over_kv_through_ring(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     example, *_ = examples("docs/memory.md")

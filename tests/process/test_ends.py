@@ -380,7 +380,7 @@ def read_played(folder: Path, lane: str) -> Played:
     ("lane", "event"),
     [(lane, event) for lane in LANES for event in EVENTS if lane in EXPECTED[event]],
 )
-def test_what_ends_a_handoff_is_told_and_its_blocks_come_back_untouched(
+def test_end_of_handoff_is_told_and_blocks_return_untouched(
     played: dict[str, Played], lane: str, event: str
 ) -> None:
     told = played[lane][event]

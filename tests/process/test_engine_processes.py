@@ -71,7 +71,7 @@ async def in_processes(
         ("decode", "control", "mapped"),
     ],
 )
-async def test_an_engine_is_freed_at_once_whichever_process_of_it_is_killed(
+async def test_kill_of_any_engine_process_frees_engine_at_once(
     agents: Agents, role: str, killed: str
 ) -> None:
     prefill, decode = agents.all

@@ -39,7 +39,7 @@ def test_prompts_come_over_as_the_kv_of_one_engine_in_the_other(
     assert offering.returncode == 0
 
 
-def test_a_prompt_waits_for_blocks_and_one_that_never_fits_is_left_out(
+def test_prompt_waits_for_blocks_and_oversized_one_is_left_out(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """The cache has 256 tokens, so that two of these prompts do not fit at once."""
@@ -59,7 +59,7 @@ def test_the_handoff_of_the_examples_prints_that_the_kv_is_equal(
     assert output == "40 tokens handed off, equal: True\n"
 
 
-def test_the_handoff_of_the_examples_recomputes_after_a_failed_fetch(
+def test_example_handoff_recomputes_after_failed_fetch(
     prefill: AgentProcess, decode: AgentProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = runpy.run_path(str(HANDOFF))

@@ -18,7 +18,7 @@ __all__ = ["gpu"]
 
 
 @pytest.mark.parametrize("places", [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")], ids="-".join)
-async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
+async def test_every_byte_arrives_through_slots_of_each_sides_place(
     folder: Path, gpu: StandIn, places: tuple[str, str]
 ) -> None:
     folders = [folder / name for name in "pd"]  # short, as sockets lie in them

@@ -125,7 +125,7 @@ async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
         assert same(target.snapshot(), wanted)
 
 
-async def test_saved_blocks_are_the_engines_before_the_rest_is_computed(
+async def test_engine_gets_saved_blocks_before_the_rest_is_computed(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with two(prefill, decode) as (source, target):
@@ -170,7 +170,7 @@ REFUSED: list[tuple[int, dict[str, list[int]], str]] = [
 ]
 
 
-async def test_an_offer_is_sealed_only_when_all_of_it_is_saved_in_blocks_that_fit(
+async def test_offer_seals_only_when_all_is_saved_in_fitting_blocks(
     prefill: AgentProcess,
 ) -> None:
     async with source_at(prefill) as source:
@@ -194,7 +194,7 @@ async def test_an_offer_is_sealed_only_when_all_of_it_is_saved_in_blocks_that_fi
 
 
 @pytest.mark.parametrize("who", ["the engine", "a router"])
-async def test_blocks_that_are_copied_into_are_kept_though_the_offer_is_withdrawn(
+async def test_blocks_under_copy_are_kept_when_offer_is_withdrawn(
     prefill: AgentProcess, who: str
 ) -> None:
     gate = Gate(Direction.SAVE)

@@ -60,7 +60,7 @@ def sides(prefill: AgentProcess, decode: AgentProcess) -> Iterator[Sides]:
         wait_until(lambda: not any(ring.num_held for ring in made.rings), "empty rings")
 
 
-def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids_at_its_call(
+def test_step_waits_for_no_save_or_fetch_and_reads_ids_at_call(
     sides: Sides,
 ) -> None:
     sides.gate.clear()

@@ -76,7 +76,7 @@ def test_a_state_of_no_layer_is_fetched_alone(agents: Agents) -> None:
         assert torch.equal(target.cache, before)
 
 
-def test_readers_and_offers_may_be_without_a_group_that_is_optional(agents: Agents) -> None:
+def test_readers_and_offers_may_lack_optional_group(agents: Agents) -> None:
     with both(agents, (FULL, ROW), (FULL,)) as (source, target):
         tables = {**OFFERED["block_ids"], "row": [2]}
         offer = source.link.offer("r", num_tokens=40, block_ids=tables)
@@ -97,7 +97,7 @@ def test_readers_and_offers_may_be_without_a_group_that_is_optional(agents: Agen
         assert torch.equal(target.rows, rows)
 
 
-def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(agents: Agents) -> None:
+def test_unwanted_offer_is_released_even_after_refused_fetch(agents: Agents) -> None:
     with both(agents) as (source, target):
         sealed = source.link.offer("sealed", num_tokens=16, block_ids={"full": [1]})
         refused = target.link.fetch(sealed.ticket, num_tokens=16, block_ids={"full": [1, 2]})
@@ -108,7 +108,7 @@ def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(agen
         assert sealed.ended.wait(WITHIN_S) is Outcome.COMPLETED
 
 
-def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() -> None:
+def test_fetch_cancelled_while_agent_is_busy_releases_offer() -> None:
     with started("prefill", "decode", max_handoffs=1) as full, both(full) as (source, target):
         prefill, decode = full.all
         name = Rendezvous(transfer_id="of-nobody-" * 4, endpoint=prefill.peer).to_json()
@@ -125,7 +125,7 @@ def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() 
         assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
 
 
-def test_what_is_released_before_the_link_is_open_is_released_then(agents: Agents) -> None:
+def test_release_before_link_is_open_happens_when_it_opens(agents: Agents) -> None:
     prefill, decode = agents.all[:2]
     link = link_of("releases", decode)
     with linked(prefill, FULL) as source:
@@ -148,7 +148,7 @@ async def test_in_the_loop_of_a_link_a_ticket_must_be_awaited_first(agents: Agen
 
 
 @pytest.mark.anyio
-async def test_release_does_not_raise_in_the_loop_of_its_link_for_a_ticket_that_is_none(
+async def test_release_of_invalid_ticket_does_not_raise_in_link_loop(
     agents: Agents,
 ) -> None:
     async with link_of("releases-junk", agents.all[1]) as link:
@@ -180,7 +180,7 @@ def test_a_callback_may_close_its_link_and_may_not_wait(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 40, 48])
-def test_without_a_number_of_tokens_a_fetch_is_of_what_the_offer_has_when_sealed(
+def test_fetch_without_token_count_gets_all_of_sealed_offer(
     agents: Agents, num_tokens: int
 ) -> None:
     with both(agents) as (source, target):

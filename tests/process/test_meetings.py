@@ -62,7 +62,7 @@ async def test_either_may_come_first_and_a_name_is_used_once(
         await hand_over(source, target)
 
 
-async def test_an_offer_is_waited_for_while_an_engine_is_left_and_no_longer(
+async def test_offer_is_awaited_only_while_engine_is_left(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with engine(decode.attach) as target:
@@ -96,7 +96,7 @@ async def test_an_offer_of_another_prompt_is_not_met(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "lost its engine"])
-async def test_a_fetch_that_waits_no_longer_gives_its_place_at_the_prefill_agent(
+async def test_fetch_that_stops_waiting_frees_place_at_prefill_agent(
     fresh: Agents, how: str
 ) -> None:
     prefill = fresh.prepare("prefill", max_handoffs=MAX_HANDOFFS)

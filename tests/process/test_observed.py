@@ -49,7 +49,7 @@ def test_every_metric_of_both_agents_is_documented_and_no_other(
     assert served == documented
 
 
-async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
+async def test_both_agents_send_spans_of_trace_named_by_engine(
     prefill: AgentProcess,
 ) -> None:
     with (
@@ -174,9 +174,7 @@ async def test_each_agent_is_a_column_and_what_is_wrong_stands_below(
     assert [told[f"http://{bind}"]["status"]["role"] for bind in binds] == ["prefill", "decode"]
 
 
-def test_without_addresses_status_asks_the_agent_of_the_pod_with_its_token(
-    fresh: Agents, tmp_path: Path
-) -> None:
+def test_status_without_addresses_asks_pods_agent_with_token(fresh: Agents, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(f"{'t' * 32}\n")
     token.chmod(0o600)
@@ -204,7 +202,7 @@ def test_without_addresses_status_asks_the_agent_of_the_pod_with_its_token(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_status_cannot_ask_is_named_and_the_exit_status_says_so(
+def test_status_names_cause_when_it_cannot_ask_and_exits_nonzero(
     arguments: tuple[str, ...], exit_status: int, words: str
 ) -> None:
     shown = CliRunner().invoke(app, ["status", *arguments])

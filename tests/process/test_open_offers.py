@@ -48,7 +48,7 @@ async def arrive(handoff: Handoff, num_ready: int) -> None:
         pytest.param("packed", SPREAD, (GROUP,), id="packed, at several agents"),
     ],
 )
-async def test_chunks_arrive_while_the_offer_is_open_and_a_seal_without_a_token_ends_the_fetch(
+async def test_chunks_arrive_in_open_offer_and_empty_seal_ends_fetch(
     shapes: ShapedAgents, path: str, sides: tuple[Side, Side], groups: Sequence[GroupSpec]
 ) -> None:
     async with two_engines(shapes, path, *sides, groups=groups) as engines:
@@ -66,7 +66,7 @@ async def test_chunks_arrive_while_the_offer_is_open_and_a_seal_without_a_token_
         assert (await handoff.completed()).path == path
 
 
-async def test_an_offer_that_was_opened_without_tables_gets_them_with_its_tokens(
+async def test_offer_opened_without_tables_gets_them_with_its_tokens(
     shapes: ShapedAgents,
 ) -> None:
     groups = (GROUP, WINDOW, STATE)
@@ -82,7 +82,7 @@ async def test_an_offer_that_was_opened_without_tables_gets_them_with_its_tokens
         await handoff.completed()
 
 
-async def test_a_cancelled_fetch_of_a_growing_offer_leaves_it_to_another(
+async def test_cancelled_fetch_leaves_growing_offer_to_another(
     shapes: ShapedAgents,
 ) -> None:
     async with two_engines(shapes, "packed", *ALONE) as engines:

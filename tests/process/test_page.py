@@ -89,7 +89,7 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
 
 
 @pytest.mark.long
-async def test_what_failed_is_a_fault_with_what_to_do_and_what_lives_changes(
+async def test_page_shows_failure_with_advice_and_updates_live_offers(
     fresh: Agents,
 ) -> None:
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")

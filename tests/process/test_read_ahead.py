@@ -37,9 +37,7 @@ async def two_readers(*agents: AgentProcess) -> AsyncIterator[tuple[Engine, Engi
 
 
 @pytest.mark.parametrize("fabric", ["shared memory", pytest.param("tcp", marks=pytest.mark.long)])
-async def test_the_first_handoff_of_two_engines_acquires_and_the_next_ones_read_ahead(
-    fresh: Agents, fabric: str
-) -> None:
+async def test_first_handoff_acquires_and_later_ones_read_ahead(fresh: Agents, fabric: str) -> None:
     """Where reads need the progress of the prefill agent, the acquire is made beside them.
 
     Over shared memory one that takes long acquires, too: one of them does not.
@@ -59,7 +57,7 @@ async def test_the_first_handoff_of_two_engines_acquires_and_the_next_ones_read_
     assert all(is_leased for _, is_leased in ways) == (fabric == "tcp")
 
 
-async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_request(
+async def test_offer_already_held_by_decode_is_taken_by_one_request(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as engines:
@@ -79,7 +77,7 @@ async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_reque
     ],
     ids=["too many blocks", "open", "in chunks"],
 )
-async def test_a_fetch_that_cannot_be_read_ahead_acquires_first_and_is_as_good(
+async def test_fetch_without_read_ahead_acquires_first_and_completes(
     agents: Agents, fresh: Agents, settings: dict[str, Any], fetched: dict[str, Any]
 ) -> None:
     prefill, decode = agents.all[:2]
@@ -97,7 +95,7 @@ async def test_a_fetch_that_cannot_be_read_ahead_acquires_first_and_is_as_good(
     assert how(decode, handoff) == (False, True)
 
 
-async def test_of_two_decode_engines_that_read_one_offer_ahead_one_has_it(
+async def test_one_of_two_decode_engines_gets_offer_both_read_ahead(
     prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess
 ) -> None:
     async with two_readers(prefill, decode, other_decode) as (source, one, other):
@@ -160,7 +158,7 @@ def questioned() -> Iterator[tuple[AgentProcess, AgentProcess, Tap]]:
     ],
     ids=["withdrawn", "prefill agent is new"],
 )
-async def test_an_offer_that_ends_between_the_last_byte_and_the_yes_fails(
+async def test_fetch_fails_if_offer_ends_between_last_byte_and_commit(
     questioned: tuple[AgentProcess, AgentProcess, Tap], is_withdrawn: bool, codes: set[ErrorCode]
 ) -> None:
     prefill, decode, tap = questioned

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 
 
-async def test_a_link_for_the_other_kind_of_agent_is_refused_with_both_named(
+async def test_link_for_wrong_agent_kind_is_refused_with_both_named(
     decode: AgentProcess,
 ) -> None:
     with pytest.raises(LocalError, match="for decode engines, not prefill"):
@@ -33,7 +33,7 @@ async def test_a_link_for_the_other_kind_of_agent_is_refused_with_both_named(
 
 
 @pytest.mark.parametrize(("size", "are_whole"), [(8, True), (48, False)])
-async def test_a_fetch_says_whether_the_blocks_of_its_windows_are_whole(
+async def test_fetch_tells_whether_window_blocks_are_whole(
     shapes: ShapedAgents, size: int, are_whole: bool
 ) -> None:
     """Of a prefill engine that has the window's blocks of 8 tokens, and nothing before them."""
@@ -44,7 +44,7 @@ async def test_a_fetch_says_whether_the_blocks_of_its_windows_are_whole(
         assert fetched.whole_blocks is are_whole
 
 
-async def test_what_is_held_stands_in_the_status_and_what_was_done_is_counted_and_told_once(
+async def test_status_shows_held_and_work_is_counted_and_logged_once(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     counts: list[tuple[AgentProcess, str, dict[str, str], float]] = [

@@ -19,7 +19,7 @@ ELSEWHERE = "tcp://127.0.0.1:1"
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [3]}}
 
 
-async def test_one_staged_rank_among_others_keeps_the_engine_from_direct_reads(
+async def test_one_staged_rank_keeps_engine_from_direct_reads(
     shapes: ShapedAgents,
 ) -> None:
     home, other = shapes.of("packed")
@@ -31,7 +31,7 @@ async def test_one_staged_rank_among_others_keeps_the_engine_from_direct_reads(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_rank_that_left_fails_the_fetch_and_with_one_that_came_back_all_works(
+async def test_lost_rank_fails_fetch_and_returned_rank_works_again(
     shapes: ShapedAgents, role: str
 ) -> None:
     async with (
@@ -89,9 +89,7 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
 
 
 @pytest.mark.parametrize("whose", ["nobody's", "another agent's"])
-async def test_an_agent_without_the_ranks_is_named_when_hands_are_shaken(
-    shapes: ShapedAgents, whose: str
-) -> None:
+async def test_handshake_names_agent_that_lacks_ranks(shapes: ShapedAgents, whose: str) -> None:
     """And at home a rank that was said to be elsewhere is refused."""
     endpoint = ELSEWHERE if whose == "nobody's" else shapes.siblings["prefill"].peer
     home, spec = shapes.prefill, make_spec(tp=2)

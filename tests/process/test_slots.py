@@ -43,7 +43,7 @@ def parts_of(one: Engine, lengths: Sequence[int]) -> list[Blocks]:
     return [{"full": list(islice(ids, -(-length // 16)))} for length in lengths]
 
 
-async def test_a_long_fetch_is_cut_to_slots_that_many_short_ones_share_with_it_and_none_is_wrong(
+async def test_long_and_short_fetches_share_slots_and_none_is_wrong(
     shapes: ShapedAgents,
 ) -> None:
     lengths = [LONG, *Random(7).sample(range(1, 400), 30)]
@@ -87,7 +87,7 @@ async def test_a_long_fetch_is_cut_to_slots_that_many_short_ones_share_with_it_a
         assert agent.memory_maps("libtorch") == 0
 
 
-async def test_where_nothing_is_forced_what_fits_no_slot_is_cut_by_token_or_read_directly(
+async def test_auto_path_cuts_by_token_or_reads_direct_if_no_slot_fits(
     shapes: ShapedAgents,
 ) -> None:
     wide = msgspec.structs.replace(GROUP, head_dim=64)  # of one token 2 KiB, of 16 tokens 32
@@ -125,7 +125,7 @@ TOO_SMALL = ErrorCode.GEOMETRY, "slot_bytes"
         "staged, one block is too large",
     ],
 )
-async def test_a_way_that_cannot_be_is_refused_by_name_before_any_byte_moves(
+async def test_impossible_path_is_refused_by_name_before_bytes_move(
     shapes: ShapedAgents,
     path: str,
     sides: tuple[Side, Side],
@@ -161,7 +161,7 @@ async def test_an_agent_without_slots_refuses_memory_that_needs_them(fresh: Agen
         assert agent.memory_maps("kvbus-") == 0
 
 
-async def test_agents_that_expose_only_their_staging_hand_over_all_the_same(fresh: Agents) -> None:
+async def test_agents_exposing_only_staging_still_hand_over(fresh: Agents) -> None:
     prefill = fresh.prepare("prefill", exposure="staging")
     decode = fresh.prepare("decode", exposure="staging", request_timeout_s=60.0)
     fresh.start(prefill, decode)

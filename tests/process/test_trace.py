@@ -98,7 +98,7 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(
     assert all("clock_error_s" in one for one in answer["agents"])
 
 
-async def test_fetches_whose_offer_is_not_met_are_not_those_of_each_other(
+async def test_fetches_of_unmet_offers_are_not_mixed_up(
     prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess
 ) -> None:
     """Without an id of its request such a fetch has the name of all of them."""
@@ -122,7 +122,7 @@ async def test_fetches_whose_offer_is_not_met_are_not_those_of_each_other(
 
 
 @pytest.mark.parametrize("name", ["request_id", "transfer_id"])
-async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
+async def test_routers_request_name_finds_trace_after_offer_is_met(
     prefill: AgentProcess, decode: AgentProcess, name: str
 ) -> None:
     """And who waits for the offer, and for tokens, says so."""
@@ -161,7 +161,7 @@ async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
     assert alive["attributes"]["offer_id"] == offer.offer_id
 
 
-async def test_an_offer_and_a_fetch_are_found_by_their_own_ids_and_each_chunk_is_a_span(
+async def test_own_ids_find_offer_and_fetch_and_each_chunk_is_span(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -185,7 +185,7 @@ async def test_an_offer_and_a_fetch_are_found_by_their_own_ids_and_each_chunk_is
         ("wrong", OTHER, (None, OTHER)),
     ],
 )
-async def test_the_trace_comes_with_the_ticket_unless_the_engine_says_another(
+async def test_trace_comes_with_ticket_unless_engine_names_another(
     prefill: AgentProcess,
     decode: AgentProcess,
     of_offer: str,
@@ -247,7 +247,7 @@ def parts(agent: AgentProcess, **asked: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in spans if one["depth"] == 1 and one["name"] != "leased"}
 
 
-async def test_spans_of_a_large_handoff_lie_within_what_the_engine_measures(
+async def test_spans_of_large_handoff_lie_within_engines_measurement(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """And those of the fetch and the offer themselves begin and end with the ways."""
@@ -275,7 +275,7 @@ async def test_spans_of_a_large_handoff_lie_within_what_the_engine_measures(
         assert root["end_s"] <= ended_at
 
 
-def test_a_blocking_engine_asks_when_it_calls_and_not_when_its_session_comes_to_it(
+def test_blocking_engine_asks_at_call_not_at_its_sessions_turn(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     specs = [make_spec(), make_spec()]

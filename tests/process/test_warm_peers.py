@@ -58,7 +58,7 @@ async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, tmp_path: Path,
     assert decode.says("peer.warmed", num_routes=1)
 
 
-async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
+async def test_late_engine_and_restarted_agent_are_met_ahead(
     fresh: Agents,
 ) -> None:
     prefill, decode = warming(fresh)
@@ -79,7 +79,7 @@ async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
             assert await hands_were_shaken(source, target, decode)
 
 
-async def test_who_cannot_be_met_ahead_is_said_once_and_why_and_met_when_that_changes(
+async def test_unmet_peer_is_logged_once_with_reason_then_met_later(
     decode: AgentProcess, fresh: Agents
 ) -> None:
     closed = fresh.prepare("prefill", shake_hands_ahead="keys")

@@ -49,7 +49,7 @@ def anonymous_bytes(agent: AgentProcess) -> int:
     return int(size) * 1024
 
 
-async def test_kv_of_one_machine_is_copied_on_cold_and_on_warm_routes_and_without_torch(
+async def test_same_machine_kv_is_mapped_cold_and_warm_without_torch(
     machine: list[AgentProcess],
 ) -> None:
     prefill, _, decode, _ = machine
@@ -64,7 +64,7 @@ async def test_kv_of_one_machine_is_copied_on_cold_and_on_warm_routes_and_withou
         assert anonymous_bytes(agent) < MAX_ANONYMOUS_BYTES
 
 
-async def test_kv_of_an_agent_that_does_not_lend_is_read_with_nixl_or_not_at_all(
+async def test_kv_of_unmapped_agent_is_read_with_nixl_or_fetch_fails(
     machine: list[AgentProcess],
 ) -> None:
     _, closed, decode, forced = machine

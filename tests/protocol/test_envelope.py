@@ -89,7 +89,7 @@ def refusal_of(frame: bytes) -> ProtocolError:
 
 @settings(max_examples=num_examples(300))
 @given(ENVELOPES, st.binary(min_size=1, max_size=20), st.data())
-def test_an_envelope_arrives_as_it_was_sent_and_never_with_fewer_or_more_bytes(
+def test_envelope_round_trips_and_refuses_fewer_or_more_bytes(
     envelope: Envelope, more: bytes, data: st.DataObject
 ) -> None:
     frame = encoded(envelope)
@@ -102,7 +102,7 @@ def test_an_envelope_arrives_as_it_was_sent_and_never_with_fewer_or_more_bytes(
 
 @settings(max_examples=num_examples(500))
 @given(st.binary(max_size=300), ENVELOPES, st.data())
-def test_arbitrary_and_altered_bytes_raise_nothing_but_a_protocol_error(
+def test_arbitrary_and_altered_bytes_raise_only_protocol_error(
     arbitrary: bytes, envelope: Envelope, data: st.DataObject
 ) -> None:
     altered = bytearray(encoded(envelope))
@@ -120,7 +120,7 @@ def test_arbitrary_and_altered_bytes_raise_nothing_but_a_protocol_error(
     st.just(ABSENT) | st.text("x", min_size=64, max_size=65) | st.integers(-2, 2) | PLAIN,
     st.data(),
 )
-def test_a_field_with_any_value_is_taken_as_it_is_or_refused_by_name_and_id(
+def test_field_with_any_value_is_kept_or_refused_by_name_and_id(
     fields: dict[str, Any], value: object, data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(sorted(fields)))
@@ -202,7 +202,7 @@ def test_fields_that_are_not_known_are_ignored() -> None:
     assert decode(packed(REPLY | later)) == Reply(7, "b", ok={})
 
 
-def test_a_frame_of_the_limit_is_read_and_one_byte_more_is_refused_both_ways() -> None:
+def test_limit_frame_is_read_and_one_byte_more_refused_both_ways() -> None:
     room = MAX_FRAME_BYTES - len(encode_request("x", 1, "b", {"fill": bytes(2**16)}))
     fill = bytes(2**16 + room)
 
@@ -233,7 +233,7 @@ def test_items_are_counted_without_building_them(value: Any) -> None:
     assert num_items(packed(value)) == num_inside(value)
 
 
-def test_as_many_items_as_the_bound_are_a_message_and_long_tables_of_blocks_are_few() -> None:
+def test_max_items_are_unpacked_and_long_block_tables_count_few() -> None:
     count, table = MAX_ITEMS - 2, {"full": {"ids": bytes(4 << 20)}}
 
     assert unpack_map(field_of(count, b"\x01")) == {"x": [1] * count}
@@ -241,7 +241,7 @@ def test_as_many_items_as_the_bound_are_a_message_and_long_tables_of_blocks_are_
 
 
 @pytest.mark.parametrize("item", [b"\x80", b"\x90", b"\xa0", b"\x01"])
-def test_a_frame_full_of_small_items_is_refused_before_one_is_built(item: bytes) -> None:
+def test_frame_full_of_small_items_is_refused_before_building(item: bytes) -> None:
     frame = field_of(MAX_FRAME_BYTES - 16, item)
     tracemalloc.start()
 

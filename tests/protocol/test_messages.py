@@ -52,7 +52,7 @@ def packed(body: object) -> Any:
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @settings(max_examples=num_examples(60, 5), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_a_message_arrives_as_it_was_sent_and_any_other_value_is_taken_or_refused_by_name(
+def test_message_round_trips_and_altered_field_is_taken_or_named(
     kind: type[Message], data: st.DataObject
 ) -> None:
     message = data.draw(messages(kind))
@@ -119,7 +119,7 @@ def test_a_body_nested_deeper_than_the_stack_is_refused_or_taken() -> None:
         from_body(Register, {"engine": deep})
 
 
-def test_a_whole_second_may_travel_as_an_integer_and_absent_fields_have_their_defaults() -> None:
+def test_whole_second_may_be_integer_and_absent_fields_default() -> None:
     offer = from_body(MakeOffer, packed(OFFER))
 
     assert from_body(Acquire, packed(ACQUIRE)).lease_s == 5.0
@@ -127,7 +127,7 @@ def test_a_whole_second_may_travel_as_an_integer_and_absent_fields_have_their_de
     assert offer.tables["full"] == BlockTable.of([1])
 
 
-def test_an_error_travels_with_its_detail_and_busy_says_when_to_ask_again() -> None:
+def test_error_travels_with_detail_and_busy_has_retry_time() -> None:
     differ = GeometryError("differ", code=ErrorCode.INCOMPATIBLE, field="dtype", prefill="a")
     known = KVBusError("full", code=ErrorCode.BUSY, retry_after_s=3.0, max_offers=1)
     full = refusal(packed(error_body(KVBusError("full", code=ErrorCode.BUSY))))
@@ -145,7 +145,7 @@ def test_whatever_an_error_map_holds_it_reads_as_a_refusal(body: dict[str, Any])
 
 
 @pytest.mark.parametrize("detail", [{"code": "x"}, {"message": "x"}, {"self": "x"}])
-def test_a_detail_named_like_an_argument_and_a_code_that_is_newer_are_kept(
+def test_detail_named_like_argument_and_newer_code_are_kept(
     detail: dict[str, str],
 ) -> None:
     known = refusal({"code": "busy", "message": "m", "detail": detail})
@@ -156,7 +156,7 @@ def test_a_detail_named_like_an_argument_and_a_code_that_is_newer_are_kept(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MESSAGES if RIGHTS & {*kind.__struct_fields__}])
-def test_the_repr_of_a_message_or_its_frame_has_no_right_to_anything(kind: type[Message]) -> None:
+def test_repr_of_message_or_frame_hides_rights(kind: type[Message]) -> None:
     rights = dict.fromkeys(RIGHTS & {*kind.__struct_fields__}, RIGHT)
     others = dict.fromkeys({*kind.__struct_fields__} - rights.keys(), "shown")
     message = kind(**others, **rights)

@@ -19,7 +19,7 @@ TEXT = PAGES[0].read_text()
 EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
 
 
-def test_the_tables_are_what_the_declarations_say_today_and_name_every_message() -> None:
+def test_page_tables_match_declarations_and_name_every_message() -> None:
     texts = {path: path.read_text() for path in PAGES}
     heading = re.compile(r"^(?:#### `([a-z_]+)`|Reply, `(\w+)`:)$", re.M)
     shown = {each for text in texts.values() for each in heading.findall(text)}
@@ -30,7 +30,7 @@ def test_the_tables_are_what_the_declarations_say_today_and_name_every_message()
     assert {kind.__name__ for kind in replies} - {"Empty"} == {name for _, name in shown} - {""}
 
 
-def test_the_header_for_engines_in_c_is_what_the_declarations_say_today() -> None:
+def test_c_header_matches_declarations() -> None:
     assert HEADER.read_text() == header(), "stale: run python docs/generate_header.py"
 
 
@@ -76,7 +76,7 @@ def test_the_frames_of_the_examples_are_what_travels() -> None:
     assert BlockTable.of([7, 300, 70_000]).ids.hex(" ") in TEXT
 
 
-def test_the_strides_on_the_page_are_those_of_arrays_of_that_shape() -> None:
+def test_page_strides_match_arrays_of_same_shape() -> None:
     for name, axes, strides in EXAMPLE_STRIDES:
         shape = tuple(int(axis.split()[1]) for axis in axes.split(", "))
         array = np.empty(shape, dtype=np.uint16)

@@ -45,7 +45,7 @@ FIELDS = Ticket(
 
 
 @given(TICKETS, st.dictionaries(TEXT, PLAIN))
-def test_a_ticket_passes_through_json_and_msgpack_and_what_a_router_adds_is_ignored(
+def test_ticket_survives_json_and_msgpack_and_ignores_additions(
     ticket: Ticket, added: dict[str, Any]
 ) -> None:
     fields = ticket.to_json()
@@ -58,7 +58,7 @@ def test_a_ticket_passes_through_json_and_msgpack_and_what_a_router_adds_is_igno
 
 
 @given(PLAIN, st.sampled_from(sorted(FIELDS)), PLAIN)
-def test_any_value_as_a_ticket_or_in_a_field_of_one_is_taken_as_it_is_or_refused(
+def test_any_ticket_or_field_value_is_kept_or_refused(
     anything: object, field: str, value: object
 ) -> None:
     ticket = value_or_refusal(lambda: Ticket.from_json(FIELDS | {field: value}))
@@ -126,7 +126,7 @@ def test_a_ticket_without_a_version_is_of_the_first() -> None:
 
 
 @given(TABLES)
-def test_a_ticket_names_blocks_as_the_offer_did_or_none_when_they_are_too_many(
+def test_ticket_names_blocks_of_offer_or_none_when_too_many(
     tables: dict[str, BlockTable],
 ) -> None:
     num_blocks = sum(len(table) for table in tables.values())
@@ -138,7 +138,7 @@ def test_a_ticket_names_blocks_as_the_offer_did_or_none_when_they_are_too_many(
     assert Ticket.from_json(FIELDS).tables() == {}
 
 
-def test_the_most_blocks_that_a_prefill_agent_may_name_fit_a_ticket() -> None:
+def test_max_blocks_of_prefill_agent_fit_ticket() -> None:
     names = [f"{number:03}{253 * 'g'}" for number in range(64)]
     share = MAX_TICKET_BLOCKS // len(names)
     tables = {name: BlockTable.of(range(share), first_block=2**20) for name in names}

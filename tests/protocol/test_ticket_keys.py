@@ -37,7 +37,7 @@ def is_committed(keys: TicketKeys, ticket: Ticket | Rendezvous, now_s: float = N
 
 
 @pytest.mark.parametrize("unsigned", [UNSIGNED, MEETS], ids=["ticket", "rendezvous"])
-def test_what_is_signed_is_taken_by_who_has_its_key_and_while_keys_are_replaced(
+def test_signed_ticket_is_taken_with_its_key_and_during_rotation(
     unsigned: Ticket | Rendezvous,
 ) -> None:
     older, newer = signed(unsigned), signed(unsigned, BOTH)
@@ -60,7 +60,7 @@ def test_what_is_signed_is_taken_by_who_has_its_key_and_while_keys_are_replaced(
     ids=str,
 )
 @given(text=st.text(max_size=70), number=st.integers(-(2**70), 2**70))
-def test_a_ticket_with_another_value_in_any_field_that_is_signed_is_refused(
+def test_ticket_with_altered_signed_field_is_refused(
     unsigned: Ticket | Rendezvous, field: str, text: str, number: int
 ) -> None:
     ticket = signed(unsigned)
@@ -70,7 +70,7 @@ def test_a_ticket_with_another_value_in_any_field_that_is_signed_is_refused(
     assert is_committed(OLD, replace(ticket, **{field: value})) == (field in NOT_SIGNED)
 
 
-def test_a_ticket_without_blocks_is_signed_as_by_agents_that_do_not_know_the_field() -> None:
+def test_blockless_ticket_is_signed_as_by_agents_without_field() -> None:
     ticket = signed(WITHOUT_BLOCKS)
     fields = {**ticket.to_json(), "signature": ""}
     del fields["blocks"], fields["traceparent"], fields["cell"]

@@ -24,7 +24,7 @@ def test_a_trace_is_its_two_ids_and_whether_it_is_sampled(flags: str, sampled: b
 
 
 @pytest.mark.parametrize("text", NOT_OF_THE_FORM)
-def test_what_is_not_of_the_form_is_no_trace_and_the_first_that_is_one_counts(text: str) -> None:
+def test_malformed_trace_is_none_and_first_valid_one_counts(text: str) -> None:
     first, second = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
 
     assert TraceParent.read(text) is None
@@ -32,7 +32,7 @@ def test_what_is_not_of_the_form_is_no_trace_and_the_first_that_is_one_counts(te
     assert known_trace(text, "") == ""
 
 
-def test_of_too_many_spans_the_newest_are_kept_and_the_answer_says_so() -> None:
+def test_newest_of_too_many_spans_are_kept_and_cut_is_told() -> None:
     few, many = ((Span(name, 0.0),) * num for name, num in (("old", 2), ("new", MAX_SPANS - 1)))
 
     fits, cut = TraceResult((few, (Span("new", 0.0),))).newest()

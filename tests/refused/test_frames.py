@@ -86,7 +86,7 @@ def test_the_codec_refuses_what_is_no_request_by_the_same_codes() -> None:
     assert told == codes(vectors)
 
 
-def test_each_frame_is_refused_by_its_code_counted_and_the_next_one_is_answered(
+def test_bad_frame_is_refused_and_counted_and_next_one_answered(
     place: Place,
 ) -> None:
     malformed = place.agent.metric("malformed_messages")
@@ -101,7 +101,7 @@ def test_each_frame_is_refused_by_its_code_counted_and_the_next_one_is_answered(
     assert place.agent.metric("refusals_total", code="unknown_op") == unknown + num_unknown
 
 
-def test_a_frame_that_is_a_little_too_large_is_refused_and_counted(place: Place) -> None:
+def test_slightly_too_large_frame_is_refused_and_counted(place: Place) -> None:
     before = place.agent.metric("malformed_messages")
 
     reply = ask_frames(place.endpoint, bytes(place.most_bytes + 1))
@@ -115,7 +115,7 @@ def test_a_frame_that_is_a_little_too_large_is_refused_and_counted(place: Place)
     [("0" * 32, "offer_unknown", False), ("short", "invalid", True)],
     ids=["late", "wrong"],
 )
-def test_who_gives_a_lease_back_that_is_over_is_counted_and_is_no_warning(
+def test_release_of_ended_lease_is_counted_without_warning(
     prefill: AgentProcess, token: str, code: str, is_logged: bool
 ) -> None:
     """Leases end by themselves, too: only a message that makes no sense is worth a line."""
@@ -148,7 +148,7 @@ def test_each_attach_message_is_refused_by_its_code(agents: Agents) -> None:
         assert {one["why"]: code_of(agent, one) for one in vectors} == codes(vectors)
 
 
-def test_an_attach_message_that_makes_no_sense_ends_no_connection_but_one_too_large_does(
+def test_attach_outlives_malformed_message_but_not_too_large_one(
     agents: Agents,
 ) -> None:
     for agent in agents.all:
@@ -166,7 +166,7 @@ def test_an_attach_message_that_makes_no_sense_ends_no_connection_but_one_too_la
 
 
 @pytest.mark.skipif(bool(find_library("cuda")), reason="there is a driver: see tests/gpu")
-def test_memory_of_a_gpu_is_refused_without_torch_where_there_is_none(fresh: Agents) -> None:
+def test_gpu_memory_is_refused_without_torch_where_gpu_is_absent(fresh: Agents) -> None:
     """Its import holds an agent's event loop up, and takes 120 MB for good."""
     agent = fresh.prepare("prefill")
     fresh.start(agent)

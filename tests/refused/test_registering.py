@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 NUM_SEGMENTS = 50
 
 
-async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_its_ranks(
+async def test_first_process_sets_engine_and_offers_need_all_ranks(
     prefill: AgentProcess,
 ) -> None:
     spec = make_spec(tp=2)
@@ -59,7 +59,7 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
     assert prefill.says("request.refused", op="register", code="engine_conflict")
 
 
-async def test_readers_are_told_to_ask_again_until_an_engine_has_published_its_offers_again(
+async def test_readers_ask_again_until_engine_republished_its_offers(
     prefill: AgentProcess,
 ) -> None:
     spec, secret = make_spec(), 32 * "5"
@@ -90,7 +90,7 @@ async def test_readers_are_told_to_ask_again_until_an_engine_has_published_its_o
     assert gone == ["engine_lost", "engine_lost", "ok"]
 
 
-async def test_an_agent_that_has_just_started_awaits_engines_that_it_does_not_know(
+async def test_fresh_agent_awaits_unknown_engines(
     fresh: Agents,
 ) -> None:
     agents = [fresh.prepare("prefill", engine_wait_s=seconds) for seconds in (600.0, 0.0)]
@@ -103,7 +103,7 @@ async def test_an_agent_that_has_just_started_awaits_engines_that_it_does_not_kn
     assert codes == ["engine_not_ready", "offer_unknown"]
 
 
-async def test_an_id_that_a_stopped_engine_holds_is_free_once_the_named_process_is_killed(
+async def test_id_of_stopped_engine_is_free_once_named_pid_is_killed(
     prefill: AgentProcess, tmp_path: Path
 ) -> None:
     spec = make_spec(engine_id=uuid.uuid4().hex)
@@ -167,7 +167,7 @@ def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> No
     assert "4096 bytes, not 8192" in reply["error"]["message"]
 
 
-async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(
+async def test_incompatible_engines_are_told_field_and_both_values(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """That each field is compared is shown in `tests/planning/test_compatibility.py`."""
@@ -243,7 +243,7 @@ class RegisteringRank:
         return self._threads.submit(ask, endpoint, "register", body, boot=self._boot)
 
 
-def test_segments_passed_while_a_rank_registers_do_not_harm_the_agent(
+def test_segments_passed_while_rank_registers_do_not_harm_agent(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     for agent in (prefill, decode):
@@ -258,7 +258,7 @@ def test_segments_passed_while_a_rank_registers_do_not_harm_the_agent(
         assert all("ok" in reply for reply in replies)
 
 
-def test_an_engine_that_ends_while_it_registers_leaves_nothing_behind(
+def test_engine_ending_while_it_registers_leaves_nothing(
     prefill: AgentProcess,
 ) -> None:
     def registered_bytes() -> float:

@@ -40,7 +40,7 @@ def fetch_of(target: Engine, ticket: Any, num_tokens: int = 0, blocks: Any = Non
     return target.control.fetch(ticket, num_tokens=num_tokens, block_ids=blocks or {"full": []})
 
 
-async def test_blocks_that_do_not_hold_the_tokens_are_refused_on_both_sides(
+async def test_blocks_not_holding_tokens_are_refused_on_both_sides(
     engines: Pair, prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """Which tables an offer may have is shown in `tests/prefill/test_tables.py`."""
@@ -62,7 +62,7 @@ async def test_blocks_that_do_not_hold_the_tokens_are_refused_on_both_sides(
     await offer.withdraw()
 
 
-async def test_a_table_of_too_many_blocks_is_refused_with_its_size_the_limit_and_a_remedy(
+async def test_too_large_table_is_refused_with_size_limit_and_remedy(
     engines: Pair,
 ) -> None:
     source, target = engines
@@ -79,7 +79,7 @@ async def test_a_table_of_too_many_blocks_is_refused_with_its_size_the_limit_and
         assert "has 1,048,577 blocks, 1,048,576 at most: use larger blocks" in message
 
 
-async def test_what_a_sealed_offer_has_not_fails_its_fetch_and_touches_nothing(
+async def test_fetch_beyond_sealed_offer_fails_and_writes_nothing(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """More tokens than it has, or a window that begins before what it kept."""

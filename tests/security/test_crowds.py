@@ -91,7 +91,7 @@ def crowd_at(endpoint: str) -> Iterator[Crowd]:
             crowd.stop()
 
 
-async def test_senders_that_wait_for_names_keep_no_handoff_from_going_on(fresh: Agents) -> None:
+async def test_senders_waiting_for_names_hold_up_no_handoff(fresh: Agents) -> None:
     """Of one connection, more than an agent has sessions; also for an agent that comes later."""
     prefill, early, late = (fresh.prepare(role) for role in ("prefill", "decode", "decode"))
     fresh.start(prefill, early, late)
@@ -119,7 +119,7 @@ def is_let_in(agent: AgentProcess) -> bool:
         return "ok" in process.hello()
 
 
-async def test_one_process_passes_so_many_segments_and_connections_and_no_more(
+async def test_segments_and_connections_of_one_process_are_bounded(
     fresh: Agents,
 ) -> None:
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")

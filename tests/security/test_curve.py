@@ -115,9 +115,7 @@ async def test_the_calls_of_a_key_end_with_it(bus: Bus, hold: Hold) -> None:
     assert [session.key for session in server.sessions] == [READER.public]
 
 
-async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while_nobody_checks(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_refused_key_enters_once_trusted_none_while_unchecked(bus: Bus, hold: Hold) -> None:
     """Without a handler libzmq lets every key in, unless it is told to enforce."""
 
     def serve(one: Ask, call: Call) -> None:

@@ -108,7 +108,7 @@ def large(agent: AgentProcess) -> Any:
     indirect=["shared_slow"],
     ids=["read over tcp", "copied", "read through shared memory", "mapped"],
 )
-async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
+async def test_prefill_engine_cutting_its_memory_fails_its_own_readers(
     slow: list[AgentProcess], role: str
 ) -> None:
     prefill, decode = slow
@@ -127,7 +127,7 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
         assert await works(other, target)
 
 
-async def test_reads_of_other_engines_complete_after_one_engine_cuts_its_memory(
+async def test_reads_of_others_complete_after_engine_cuts_its_memory(
     fresh: Agents,
 ) -> None:
     """UCX gives up the connection that all engines of an agent share. No read has a lease."""
@@ -153,7 +153,7 @@ async def test_reads_of_other_engines_complete_after_one_engine_cuts_its_memory(
 
 
 @pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])
-async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
+async def test_decode_engine_cutting_its_memory_fails_its_own_fetches(
     slow: list[AgentProcess],
 ) -> None:
     prefill, decode = slow

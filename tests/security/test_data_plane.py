@@ -52,7 +52,7 @@ def test_a_process_that_listens_elsewhere_ends() -> None:
 
 
 @pytest.mark.parametrize("look", ["watch", "look_at_next"])
-async def test_where_ucx_listens_is_looked_at_again_when_it_could_not_be_seen(
+async def test_ucx_endpoints_are_looked_up_again_after_failed_look(
     monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
@@ -70,9 +70,7 @@ async def test_where_ucx_listens_is_looked_at_again_when_it_could_not_be_seen(
 
 
 @pytest.mark.parametrize("events", ["[::1]", "localhost", "lo"])
-def test_with_binds_of_loopback_ucx_listens_there_at_the_ports_that_are_named(
-    fresh: Agents, events: str
-) -> None:
+def test_ucx_listens_on_loopback_binds_at_named_ports(fresh: Agents, events: str) -> None:
     first = free_port()
     settings = {
         "peer_bind": "tcp://127.0.0.1:0",
@@ -90,7 +88,7 @@ def test_with_binds_of_loopback_ucx_listens_there_at_the_ports_that_are_named(
     assert agent.status()["data_endpoints"] == data
 
 
-async def test_agents_of_one_machine_listen_at_no_port_of_ucx_until_one_cannot_map(
+async def test_ucx_port_opens_only_when_agent_of_machine_cannot_map(
     fresh: Agents,
 ) -> None:
     prefill = fresh.prepare("prefill")
@@ -109,7 +107,7 @@ async def test_agents_of_one_machine_listen_at_no_port_of_ucx_until_one_cannot_m
     assert listening_ports(decode) == while_mapped["decode"]
 
 
-async def test_settings_that_ucx_does_not_take_are_named_when_it_is_needed(fresh: Agents) -> None:
+async def test_settings_refused_by_ucx_are_named_when_it_is_needed(fresh: Agents) -> None:
     prefill = fresh.prepare("prefill", env={"UCX_TLS": "bogus"})
     prefill.expected_trouble.add("data_plane.closed")
     without = fresh.prepare("decode", mapped=False)
@@ -122,9 +120,7 @@ async def test_settings_that_ucx_does_not_take_are_named_when_it_is_needed(fresh
 
 
 @pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
-def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(
-    fresh: Agents, tmp_path: Path
-) -> None:
+def test_agents_own_network_keeps_strangers_from_data_plane(fresh: Agents, tmp_path: Path) -> None:
     with bridged("server", "stranger") as made:
         server, stranger = made["server"], made["stranger"]
         server.add_interface(OWN, OWN_ADDRESS)

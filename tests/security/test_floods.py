@@ -23,7 +23,7 @@ NUM_PARTS, PART_BYTES = 100, 1 << 20
 ASKED = {"v": 1, "op": "no.such", "secret": "s" * 32, "body": {}}
 
 
-async def test_connections_without_end_leave_room_for_handoffs_between_those_that_know_each_other(
+async def test_endless_connections_leave_room_for_known_peers(
     fresh: Agents,
 ) -> None:
     """The descriptors of an agent are many fewer than the connections that are made to it."""
@@ -46,7 +46,7 @@ async def test_connections_without_end_leave_room_for_handoffs_between_those_tha
         assert await works(source, target)
 
 
-def test_refusals_are_logged_so_many_a_second_and_the_others_are_counted(fresh: Agents) -> None:
+def test_refusals_are_logged_at_bounded_rate_and_all_counted(fresh: Agents) -> None:
     prefill = fresh.prepare("prefill")
     fresh.start(prefill)
 
@@ -61,7 +61,7 @@ def test_refusals_are_logged_so_many_a_second_and_the_others_are_counted(fresh: 
     assert len(prefill.logged("request.refused")) < 250
 
 
-def test_a_decode_agent_keeps_nothing_of_the_parts_that_it_refused(decode: AgentProcess) -> None:
+def test_decode_agent_keeps_nothing_of_refused_parts(decode: AgentProcess) -> None:
     part = replace(example(FetchPart), tables={"full": BlockTable(bytes(PART_BYTES))})
 
     with bounded_growth(decode, most_bytes=NUM_PARTS * PART_BYTES // 2):

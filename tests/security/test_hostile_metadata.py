@@ -57,7 +57,7 @@ def changed(blob: bytes, random: Random) -> bytes:
     return bytes(renamed[:start] + put + renamed[start + length :])
 
 
-def test_altered_metadata_is_refused_and_its_victim_is_still_read() -> None:
+def test_altered_metadata_is_refused_and_victim_is_still_read() -> None:
     """The data process would end, too, if NIXL or UCX got some of it."""
     reader, peer, liar = (Data(name) for name in ("reader/1", NAME, "liar/0000"))
     theirs, ours = (FlatMemory.of(NUM_BLOCKS, BLOCK_BYTES, seed=seed) for seed in (1, None))

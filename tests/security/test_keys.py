@@ -104,7 +104,7 @@ def test_each_role_is_forbidden_what_its_row_does_not_name(
         assert {codes[op] for op in may} <= {"invalid", None}
 
 
-def test_who_has_no_key_of_the_right_role_is_turned_away_in_the_handshake_and_told_in_the_log(
+def test_missing_or_wrong_key_is_refused_at_handshake_and_logged(
     ring: KeyRing, prefill: AgentProcess
 ) -> None:
     stranger, before = ring.curve("stranger", "prefill"), prefill.metric("refused_keys")
@@ -120,7 +120,7 @@ def test_who_has_no_key_of_the_right_role_is_turned_away_in_the_handshake_and_to
     assert is_let_in(ring.curve("any-router", "prefill"), events, zmq.SUB)
 
 
-async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_agents(
+async def test_decode_agent_connects_only_to_trusted_prefill_keys(
     ring: KeyRing, prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -139,7 +139,7 @@ async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_ag
         await offer.withdraw()
 
 
-async def test_a_lease_is_of_the_key_that_acquired_it_though_another_knows_its_token(
+async def test_lease_belongs_to_acquiring_key_though_other_knows_token(
     ring: KeyRing, prefill: AgentProcess
 ) -> None:
     owner, other = (ring.curve(name, "prefill") for name in ("any-decode", "decode"))
@@ -164,7 +164,7 @@ async def test_a_lease_is_of_the_key_that_acquired_it_though_another_knows_its_t
     assert released["ok"] == {}
 
 
-def test_a_key_in_use_loses_a_role_with_an_edit_in_place_and_everything_with_its_line(
+def test_key_in_use_loses_role_by_edit_and_all_rights_by_removal(
     ring: KeyRing, prefill: AgentProcess
 ) -> None:
     trust(ring, "leaver", Role.DECODE, by=prefill)
@@ -199,7 +199,7 @@ def test_a_key_in_use_loses_a_role_with_an_edit_in_place_and_everything_with_its
     assert not is_let_in(curve, prefill.peer)
 
 
-def test_an_agent_answers_while_the_file_of_its_keys_cannot_be_read(tmp_path: Path) -> None:
+def test_agent_answers_while_key_file_cannot_be_read(tmp_path: Path) -> None:
     ring = KeyRing(tmp_path)
     pipe = ring.folder / "slow"
     with agents_ended(Agents) as agents:
@@ -262,7 +262,7 @@ def test_events_stop_for_a_revoked_key_and_go_on_for_others(
         assert not listener.poll(0)
 
 
-async def test_events_go_on_where_an_agent_has_come_back_with_another_key(tmp_path: Path) -> None:
+async def test_events_go_on_after_agent_restarts_with_another_key(tmp_path: Path) -> None:
     """No lease is renewed in time: events alone tell the fetch that the offer grew."""
     ring = KeyRing(tmp_path)
     with agents_ended(Agents) as agents:
@@ -287,7 +287,7 @@ async def test_events_go_on_where_an_agent_has_come_back_with_another_key(tmp_pa
             await handoff.completed()
 
 
-async def test_a_reader_that_the_next_process_does_not_trust_is_told_so_not_that_its_ticket_is_old(
+async def test_restarted_agent_tells_reader_of_distrust_not_old_ticket(
     tmp_path: Path,
 ) -> None:
     ring = KeyRing(tmp_path)
@@ -309,7 +309,7 @@ async def test_a_reader_that_the_next_process_does_not_trust_is_told_so_not_that
     assert "refused our key" in failure.message
 
 
-async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are_trusted(
+async def test_ranks_at_other_agents_are_read_if_keys_are_trusted(
     tmp_path: Path,
 ) -> None:
     """Two agents on each side: the readers meet both sources, and one reader asks the other."""

@@ -165,7 +165,7 @@ def what_is_true(
     }
 
 
-async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(
+async def test_100000_lies_get_one_answer_each_and_have_no_effect(
     site: list[AgentProcess], ring: KeyRing, trap: str
 ) -> None:
     liars: list[Liar] = []

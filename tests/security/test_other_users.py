@@ -39,7 +39,7 @@ def of_anybody(folder: Path) -> Path:
     return folder
 
 
-async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(
+async def test_engine_passes_no_memory_to_impostor_of_agent(
     of_anybody: Path,
 ) -> None:
     attach = of_anybody / "kvbus-0" / "attach.sock"
@@ -58,9 +58,7 @@ async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(
             assert socket.recv_fds(accepted, 1 << 16, 64)[:2] == (b"", [])
 
 
-def test_an_agent_does_not_use_a_default_folder_that_another_user_made_first(
-    fresh: Agents, of_anybody: Path
-) -> None:
+def test_agent_refuses_default_folder_made_by_another_user(fresh: Agents, of_anybody: Path) -> None:
     taken = of_anybody / f"kvbus-{os.getuid()}"
     with as_another():
         taken.mkdir(mode=0o777)

@@ -106,7 +106,7 @@ def without_a_right(ticket: Body) -> dict[str, Body]:
     }
 
 
-async def test_an_engine_is_told_to_who_shows_a_ticket_of_it_that_is_good(
+async def test_engine_is_told_only_to_holder_of_its_valid_ticket(
     prefill: AgentProcess,
 ) -> None:
     async with (
@@ -136,7 +136,7 @@ async def test_an_engine_is_told_to_who_shows_a_ticket_of_it_that_is_good(
     assert late["error"]["code"] == ErrorCode.OFFER_WITHDRAWN
 
 
-async def test_a_fetch_with_a_forged_ticket_does_not_fail_those_that_come_with_it(
+async def test_fetch_with_forged_ticket_fails_no_fetch_beside_it(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):

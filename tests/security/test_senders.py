@@ -47,9 +47,7 @@ async def test_what_a_victim_waits_for_does_not_go_to_a_stranger(
     assert (told["ok"]["number"], overheard["ok"]["number"]) == (21, 0)
 
 
-async def test_a_stranger_neither_gets_nor_holds_up_what_is_sent_to_a_victim(
-    bus: Bus, hold: Hold
-) -> None:
+async def test_stranger_neither_gets_nor_delays_messages_to_victim(bus: Bus, hold: Hold) -> None:
     """Its requests under the victim's boot id used to move the whole session to it."""
     stranger, notices, outcomes = bus.raw(zmq.DEALER), asyncio.Queue[Any](), asyncio.Queue[Any]()
 

@@ -36,9 +36,7 @@ def fetch_of(target: Engine, ticket: Ticket, **more: Any) -> Fetch:
     return target.control.fetch(ticket.to_json(), **NOTHING, **more)
 
 
-async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_connected(
-    engines: Pair, trap: str
-) -> None:
+async def test_altered_ticket_is_refused_before_any_connection(engines: Pair, trap: str) -> None:
     source, target = engines
     offer = await source.prefill.offer("r", **NOTHING)
     ticket, before = Ticket.from_json(offer.ticket), target.snapshot()
@@ -67,7 +65,7 @@ async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_con
     await fetch_of(target, ticket).ended
 
 
-async def test_tickets_of_either_key_are_read_ahead_and_other_blocks_are_refused(
+async def test_ticket_of_either_key_is_read_ahead_other_blocks_refused(
     engines: Pair, site: list[AgentProcess]
 ) -> None:
     source, target = engines
@@ -168,7 +166,7 @@ async def test_an_allow_list_holds_without_keys(fresh: Agents) -> None:
         assert failure.code is ErrorCode.FORBIDDEN
 
 
-async def test_a_rendezvous_that_nobody_signed_ends_its_offer_at_an_agent_that_is_known(
+async def test_unsigned_rendezvous_ends_its_offer_at_known_agent(
     engines: Pair, site: list[AgentProcess], ring: KeyRing
 ) -> None:
     source, target = engines

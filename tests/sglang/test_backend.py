@@ -202,7 +202,7 @@ def write(manager: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("way", ["cached prefix", "pipeline stages"])
-def test_no_page_is_reported_before_the_step_that_writes_it_has_ended(
+def test_no_page_is_reported_before_its_writing_step_ends(
     managers: Managers, bootstrap: Callable[[], str], agents: Agents, way: str
 ) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -242,7 +242,7 @@ def test_pages_whose_step_has_ended_are_reported_at_once(
     ends(sender)
 
 
-def test_a_bootstrap_server_that_does_not_answer_holds_up_its_own_requests_alone(
+def test_silent_bootstrap_server_delays_only_its_own_requests(
     managers: Managers, bootstrap: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -300,7 +300,7 @@ def test_an_abort_sends_no_request_to_a_bootstrap_server(
             silent.accept()
 
 
-def test_an_adapter_is_known_by_its_name_as_each_server_has_an_id_of_its_own(
+def test_adapter_is_matched_by_name_not_by_server_id(
     managers: Managers, bootstrap: Callable[[], str]
 ) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll

@@ -60,14 +60,14 @@ def test_many_at_once_do_not_disturb_each_other(servers: Crossed, alone: Alone, 
     assert said == [alone(prompt) for prompt in prompts]
 
 
-def test_a_request_without_the_other_engines_ticket_fails_by_name(servers: Crossed) -> None:
+def test_request_without_ticket_of_other_engine_fails_by_name(servers: Crossed) -> None:
     room = {"bootstrap_host": "kvbus", "bootstrap_room": 77}
 
     with pytest.raises(RefusedError, match="custom_params"):
         servers.pair.decode.generate(prompt_of(20, seed=1), 4, **room)
 
 
-def test_without_the_first_tokens_log_probability_one_that_asks_for_it_fails_and_releases(
+def test_request_lacking_wanted_first_logprob_fails_and_releases(
     servers: Crossed,
 ) -> None:
     prompt = prompt_of(40, seed=2)

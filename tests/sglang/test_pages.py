@@ -62,9 +62,7 @@ def test_decode_says_what_sglang_says_alone(pair: Cluster, alone: Alone) -> None
     assert pair.decode_agent.says("handoff.completed")[-1]["path"] == "mapped"
 
 
-def test_a_prompt_that_both_sides_have_cached_is_handed_off_again(
-    pair: Cluster, alone: Alone
-) -> None:
+def test_prompt_cached_on_both_sides_is_handed_off_again(pair: Cluster, alone: Alone) -> None:
     """Where decode has all pages the first token alone is handed over."""
     prompts = [prompt_of(length, seed=50 + length) for length in LENGTHS]
     first = [pair.handoff(prompt) for prompt in prompts]
@@ -79,7 +77,7 @@ def test_a_prompt_that_both_sides_have_cached_is_handed_off_again(
     assert again[-1]["num_bytes"] < again[0]["num_bytes"] * 100
 
 
-def test_the_first_tokens_log_probabilities_are_those_of_sglang_alone(
+def test_first_token_logprobs_equal_sglang_alone(
     pair: Cluster, server_alone: ServerAlone, alone: Alone
 ) -> None:
     prompt = prompt_of(130, seed=70)
@@ -131,9 +129,7 @@ def test_of_a_client_that_hangs_up_nothing_is_left(pair: Cluster, alone: Alone, 
     works_again(pair, alone)
 
 
-def test_decode_hears_at_once_that_prefill_gave_up_before_it_computed(
-    pair: Cluster, alone: Alone
-) -> None:
+def test_decode_hears_at_once_of_prefill_abort_before_compute(pair: Cluster, alone: Alone) -> None:
     busy = [pair.begin(prompt_of(1500, seed=420 + number)) for number in range(3)]
     room, prompt = pair.room(), prompt_of(40, seed=410)
     leaves = pair.prefill.begin(prompt, NUM_TOKENS, **room, rid="leaves")

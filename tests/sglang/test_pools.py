@@ -170,7 +170,7 @@ def test_what_is_not_handed_over_is_refused_by_name(
         pools_of(queue_of(latent_pool(), **different))
 
 
-def test_a_pipeline_stage_holds_its_layers_and_the_first_rank_of_the_last_one_the_metadata(
+def test_stage_holds_its_layers_and_rank_0_of_last_one_metadata(
     one_rank: dict[str, int],
 ) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -221,7 +221,7 @@ def test_each_rank_of_decode_has_metadata_of_its_own(one_rank: dict[str, int]) -
     assert has_metadata == [True, True]
 
 
-def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(
+def test_windows_alone_and_odd_window_pools_are_refused(
     one_rank: dict[str, int],
 ) -> None:
     from kvbus.integrations.sglang.pools import pools_of
@@ -250,7 +250,7 @@ QUANTISED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("named", QUANTISED)
-def test_a_quantised_pool_is_refused_and_the_message_says_what_to_set(
+def test_quantised_pool_is_refused_with_setting_to_change(
     one_rank: dict[str, int], named: str
 ) -> None:
     from kvbus.integrations.sglang.pools import pools_of

@@ -207,7 +207,7 @@ def test_jobs_end_once_and_bring_their_bytes(seed: int, dies: float) -> None:
         assert (source.data.num_restarts + reader.data.num_restarts > 0) == (dies > 0)
 
 
-def test_bytes_of_an_earlier_data_process_are_wrong_in_some_world() -> None:
+def test_stale_bytes_of_earlier_data_process_fail_some_world() -> None:
     """Else worlds could not show that readers have to look."""
 
     def fails(seed: int) -> bool:
@@ -266,7 +266,7 @@ class Waiter(Side):
         self.data.is_forbidden = False
 
 
-def test_a_wait_for_a_data_process_ends_though_starts_have_failed() -> None:
+def test_wait_for_data_process_ends_after_failed_starts() -> None:
     with machines_of(seed=1, dies=0.0) as machines:
         waiter = Waiter(machines.world, machines, 1)
 

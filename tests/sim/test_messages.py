@@ -37,7 +37,7 @@ def said(world: Cluster) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "expected"), [(quick(), DIRECT), (cells(), BY_CELL)], ids=["direct", "by cell"]
 )
-def test_a_handoff_has_one_answer_to_each_question_and_nothing_twice(
+def test_handoff_gets_one_answer_per_question_and_no_repeats(
     settings: Settings, expected: list[str], seed: int
 ) -> None:
     with cluster_of(settings, seed) as world:

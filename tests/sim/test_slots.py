@@ -12,7 +12,7 @@ LONG = Plan(num_tokens=480, timeout_s=30.0)
 """Of several tiles, as a slot has room for 4 KiB."""
 
 
-def test_many_fetches_from_a_frozen_prefill_agent_leave_slots_for_others() -> None:
+def test_fetches_from_frozen_agent_leave_slots_for_others() -> None:
     few = {"path": "packed", "staging_bytes": FEW << 12}
     with cluster_of(quick(decode=HND, decode_config=few, pairs=2, part_s=0.02)) as world:
         stuck = [world.give(LONG) for _ in range(4)]
@@ -37,7 +37,7 @@ def test_what_several_ranks_of_one_agent_hold_is_read_once() -> None:
 
 @pytest.mark.parametrize("without", [P, D])
 @pytest.mark.parametrize(("path", "ends"), [("auto", "completed"), ("packed", "failed config")])
-def test_where_an_agent_has_no_staging_kv_is_read_directly_or_not_at_all(
+def test_agent_without_staging_is_read_directly_or_fetch_fails(
     without: AgentRole, path: str, ends: str
 ) -> None:
     prefill, decode = ({"staging_bytes": 0} if without is role else {} for role in (P, D))
@@ -45,7 +45,7 @@ def test_where_an_agent_has_no_staging_kv_is_read_directly_or_not_at_all(
         assert world.end_of(world.give(Plan())) == ends
 
 
-def test_fetches_of_more_tiles_than_may_wait_are_repeated_and_complete(
+def test_fetches_with_too_many_tiles_are_repeated_and_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvbus_prefill.gather.MAX_PACKS", 3)

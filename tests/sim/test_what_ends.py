@@ -94,9 +94,7 @@ def test_a_fetch_completes_whenever_its_agent_crashes(name: str, crashed_at_s: f
 
 @seeds
 @pytest.mark.parametrize("fault", GONE)
-def test_what_fails_while_a_fetch_waits_ends_it_by_name_and_all_works_after(
-    seed: int, fault: str
-) -> None:
+def test_failure_ends_waiting_fetch_by_name_and_all_works_after(seed: int, fault: str) -> None:
     kind, role, ends, offer = GONE[fault]
     with cluster_of(quick(), seed) as world:
         assert world.works()
@@ -116,7 +114,7 @@ def test_what_fails_while_a_fetch_waits_ends_it_by_name_and_all_works_after(
 
 
 @seeds
-def test_an_agent_that_is_out_of_reach_before_it_is_met_is_named_and_read_when_it_is_back(
+def test_agent_unreachable_before_meeting_is_named_then_read(
     seed: int,
 ) -> None:
     with cluster_of(quick(), seed) as world:
@@ -148,7 +146,7 @@ def test_an_agent_starts_though_its_data_process_ends_meanwhile(
         assert world.works()
 
 
-def test_bytes_of_a_data_process_that_was_replaced_complete_no_fetch() -> None:
+def test_bytes_of_replaced_data_process_complete_no_fetch() -> None:
     """The next one may listen at the same place, with other memory at the same addresses."""
     plan = Plan(num_tokens=16, num_pieces=2, gap_s=3.0, timeout_s=20.0, ttl_s=30.0)
     for seed in range(10):
@@ -172,7 +170,7 @@ def test_a_rendezvous_waits_for_its_offer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("broken_at_s", [0.001 * step for step in range(1, 40, 2)])
-def test_an_offer_that_grew_before_the_first_event_was_heard_is_asked_for(
+def test_offer_grown_before_first_event_is_asked_for(
     broken_at_s: float,
 ) -> None:
     """No lease is renewed in time: events alone tell of growth, and the first ones are lost."""
@@ -184,7 +182,7 @@ def test_an_offer_that_grew_before_the_first_event_was_heard_is_asked_for(
 
 
 @pytest.mark.parametrize("away_s", [0.3 + 0.02 * step for step in range(30)])
-def test_a_fetch_from_the_next_process_of_an_agent_does_not_end_with_the_one_before(
+def test_fetch_from_restarted_agent_outlives_end_of_old_process(
     away_s: float,
 ) -> None:
     """Who looked whether the first one is gone may hear of it when the next one is there."""
@@ -199,7 +197,7 @@ def test_a_fetch_from_the_next_process_of_an_agent_does_not_end_with_the_one_bef
 
 
 @seeds
-def test_the_last_reply_is_lost_with_its_connection_and_the_fetch_completes(seed: int) -> None:
+def test_fetch_completes_though_connection_loses_last_reply(seed: int) -> None:
     with cluster_of(quick(), seed) as world:
         handoff = world.give(Plan())
         world.until(lambda: world.count(P, "offers") == 1)
@@ -214,7 +212,7 @@ def test_the_last_reply_is_lost_with_its_connection_and_the_fetch_completes(seed
 
 @seeds
 @pytest.mark.parametrize(("grace_s", "ends"), [(5.0, "completed"), (0.01, "failed timeout")])
-def test_a_yes_that_comes_after_the_deadline_counts_in_the_grace_only(
+def test_commit_reply_after_deadline_counts_only_within_grace(
     monkeypatch: pytest.MonkeyPatch, seed: int, grace_s: float, ends: str
 ) -> None:
     monkeypatch.setattr("kvbus_decode.config.COMMIT_GRACE_S", grace_s)
@@ -231,7 +229,7 @@ def test_a_yes_that_comes_after_the_deadline_counts_in_the_grace_only(
 
 
 @seeds
-def test_fetches_from_a_silent_agent_fail_at_once_after_some_that_were_not_answered(
+def test_fetches_from_silent_agent_fail_at_once_after_some_tries(
     seed: int,
 ) -> None:
     with cluster_of(quick(), seed) as world:
@@ -252,7 +250,7 @@ def test_fetches_from_a_silent_agent_fail_at_once_after_some_that_were_not_answe
 
 
 @seeds
-def test_an_agent_that_was_silent_and_came_back_as_a_new_process_is_read(seed: int) -> None:
+def test_silent_agent_restarted_as_new_process_is_read(seed: int) -> None:
     with cluster_of(quick(), seed) as world:
         assert world.works()
 
@@ -275,7 +273,7 @@ def test_a_read_whose_connection_is_reset_is_made_again(seed: int, num_resets: i
 
 
 @seeds
-def test_a_fetch_that_ends_while_its_connection_is_made_anew_gives_its_blocks_back(
+def test_fetch_ending_during_reconnect_gives_its_blocks_back(
     seed: int,
 ) -> None:
     with cluster_of(SLOW, seed) as world:
@@ -290,9 +288,7 @@ def test_a_fetch_that_ends_while_its_connection_is_made_anew_gives_its_blocks_ba
 
 @seeds
 @pytest.mark.parametrize("frozen_s", [3.0, 7.0, FAULT_S, REFUSED_S + 10.0])
-def test_a_decode_agent_that_was_paused_itself_blames_no_prefill_agent(
-    seed: int, frozen_s: float
-) -> None:
+def test_paused_decode_agent_blames_no_prefill_agent(seed: int, frozen_s: float) -> None:
     with cluster_of(quick(), seed) as world:
         assert world.works()
         world.suffer(Fault(FaultKind.FREEZE_AGENT, role=D, lasts_s=frozen_s))
@@ -321,7 +317,7 @@ def test_a_reply_that_comes_while_its_reader_is_paused_is_read(frozen_at_s: floa
     [(30.0, {}), (0.0, {"idle_peer_s": 2.0})],
     ids=["silent", "idle"],
 )
-def test_a_peer_that_is_silent_or_that_nobody_reads_from_is_left_and_met_again(
+def test_silent_or_idle_peer_is_left_and_met_again(
     monkeypatch: pytest.MonkeyPatch, seed: int, frozen_s: float, forgets: dict[str, float]
 ) -> None:
     monkeypatch.setattr("kvbus_decode.peers.FORGET_PEER_S", 2.0 if frozen_s else 60.0)
@@ -352,7 +348,7 @@ def test_a_read_of_a_frozen_agent_is_repeated_when_that_goes_on(seed: int) -> No
 
 
 @seeds
-def test_blocks_are_withheld_from_a_read_of_a_frozen_agent_until_nothing_can_land(
+def test_read_of_frozen_agent_keeps_blocks_until_quarantine_ends(
     seed: int,
 ) -> None:
     with cluster_of(SLOW, seed) as world:
@@ -373,7 +369,7 @@ def test_blocks_are_withheld_from_a_read_of_a_frozen_agent_until_nothing_can_lan
 @pytest.mark.parametrize(
     ("gives_up", "offer"), [(True, Outcome.WITHDRAWN), (False, Outcome.EXPIRED)]
 )
-def test_a_decode_engine_that_cancels_frees_the_offer_only_if_it_says_so(
+def test_cancel_by_decode_engine_frees_offer_only_on_request(
     seed: int, gives_up: bool, offer: Outcome
 ) -> None:
     with cluster_of(quick(), seed) as world:
@@ -386,9 +382,7 @@ def test_a_decode_engine_that_cancels_frees_the_offer_only_if_it_says_so(
 
 @seeds
 @pytest.mark.parametrize("role", [P, D])
-def test_an_engine_that_is_frozen_hears_how_its_handoff_ended_when_it_goes_on(
-    seed: int, role: AgentRole
-) -> None:
+def test_frozen_engine_hears_end_of_its_handoff_when_it_resumes(seed: int, role: AgentRole) -> None:
     with cluster_of(SLOW, seed) as world:
         handoff = read(world)
 
@@ -402,7 +396,7 @@ def test_an_engine_that_is_frozen_hears_how_its_handoff_ended_when_it_goes_on(
 
 
 @seeds
-def test_an_engine_that_comes_back_hears_nothing_of_the_one_before(seed: int) -> None:
+def test_restarted_engine_hears_nothing_of_its_predecessor(seed: int) -> None:
     """A notice of what is over for its engine is a violation."""
     with cluster_of(SLOW, seed) as world:
         handoff = read(world)

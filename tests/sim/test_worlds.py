@@ -84,7 +84,7 @@ shapes = st.sampled_from([(Shape(), Shape()), (Shape(), HND), (HND, Shape(block_
     part_s=st.sampled_from([3e-4, 1e-2]),
     seed=st.integers(0, 1000),
 )
-def test_bytes_and_ends_are_right_whatever_is_asked_and_goes_wrong(
+def test_bytes_and_ends_are_right_under_any_requests_and_faults(
     shapes: tuple[Shape, Shape],
     plans: list[tuple[Plan, float]],
     faults: list[Fault],

@@ -27,7 +27,7 @@ noise = st.lists(st.integers(0, MIB), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES
 
 
 @pytest.mark.timeout(ENDS_WITHIN_S + 10)
-def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_and_no_thread() -> None:
+def test_short_soak_goes_every_way_and_leaks_no_fd_or_thread() -> None:
     """Memory is another matter: what is taken once is large beside so few handoffs."""
     command = [sys.executable, "-m", "tests.soak", "--minutes", "0.05"]
     ended = subprocess.run(
@@ -47,7 +47,7 @@ def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_and_no_thr
 
 
 @given(noise, st.integers(1, 10), st.sampled_from([(CAP_BYTES, 100), (1 << 40, 1000)]))
-def test_bytes_that_each_handoff_leaves_behind_are_growth_and_caches_that_fill_are_not(
+def test_bytes_left_by_handoffs_are_growth_but_full_caches_not(
     noise: list[int], times: int, caps: tuple[int, int]
 ) -> None:
     cap_bytes, least_bytes = caps

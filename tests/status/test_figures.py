@@ -29,7 +29,7 @@ def histogram(values: list[float], stage: str = "") -> dict[str, float]:
     }
 
 
-def test_a_spread_is_of_what_came_between_two_looks_with_the_labels_that_are_given() -> None:
+def test_spread_covers_values_between_looks_with_given_labels() -> None:
     before = look(1.0, histogram([0.5] * 100))
     now = look(2.0, histogram([0.5] * 100 + [0.005] * 10))
     stages = histogram([0.005], "a") | histogram([0.5], "b")

@@ -74,7 +74,7 @@ async def one_offer(agent: AgentProcess) -> str:
         return offer.offer_id
 
 
-async def test_each_event_is_a_line_with_its_agent_boot_and_number_until_ctrl_c(
+async def test_each_event_is_line_with_agent_boot_and_seq_until_ctrl_c(
     prefill: AgentProcess, decode: AgentProcess, tmp_path: Path
 ) -> None:
     with listening(tmp_path, prefill.peer) as listener:
@@ -154,7 +154,7 @@ async def test_an_agent_that_is_away_is_waited_for_which_is_said_once(
     assert num_said == 1
 
 
-def test_a_key_that_may_not_ask_or_hear_is_told_so_and_the_agent_turns_nobody_away(
+def test_key_without_right_is_told_so_and_not_counted_as_refused(
     fresh: Agents, tmp_path: Path
 ) -> None:
     ring = KeyRing(tmp_path)
@@ -245,7 +245,7 @@ def test_a_story_that_there_is_not_is_an_error(prefill: AgentProcess, kind: str)
     )
 
 
-def test_where_no_default_answers_it_says_what_was_asked_and_how_to_name_an_agent(
+def test_unanswered_default_is_told_with_how_to_name_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at = f"127.0.0.1:{free_port()}"
@@ -279,9 +279,7 @@ def test_what_is_wrong_at_an_agent_is_told_with_what_to_do(fresh: Agents) -> Non
     assert "Start one; the agent's log says who was refused." in shown.stdout
 
 
-def test_a_port_that_asks_for_its_token_is_told_with_the_option_that_has_it(
-    fresh: Agents, folder: Path
-) -> None:
+def test_port_asking_for_token_is_told_with_its_option(fresh: Agents, folder: Path) -> None:
     token_file = folder / "token"
     token_file.write_text("a-token-of-some-length\n")
     token_file.chmod(0o600)

@@ -46,7 +46,7 @@ def test_a_run_fails_if_a_request_does() -> None:
 
 
 @pytest.mark.timeout(SHORT_WITHIN_S + 10)
-def test_no_request_fails_whatever_happens_to_agents_and_the_network() -> None:
+def test_no_request_fails_under_agent_and_network_events() -> None:
     """Fifty events; ``make survivor`` causes a thousand."""
     short = ["--clusters", "4", "--events", "50", "--minutes", "5"]
     status, report = run("--seed", "1", *short, within_s=SHORT_WITHIN_S)
@@ -55,7 +55,7 @@ def test_no_request_fails_whatever_happens_to_agents_and_the_network() -> None:
     assert sum(report["events_by_kind"].values()) >= 50
 
 
-def test_events_are_drawn_from_the_seed_within_the_limits_of_their_kind() -> None:
+def test_events_are_drawn_from_seed_within_limits_of_their_kind() -> None:
     drawn = list(islice(draw_events("1", KINDS), NUM_DRAWN))
 
     assert list(islice(draw_events("1", KINDS), NUM_DRAWN)) == drawn

@@ -60,7 +60,7 @@ def driver() -> tuple[Driver[Any], list[Any], Clock]:
     return one, done, clock
 
 
-def test_what_a_command_causes_comes_after_the_commands_beside_it() -> None:
+def test_effects_of_command_come_after_commands_beside_it() -> None:
     one, done, _ = driver()
 
     one.dispatch(["a", ["b", ["c"], "d"], "e"])
@@ -83,9 +83,7 @@ def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) 
 
 
 @pytest.mark.parametrize(("puts_off", "alarms"), [([5.0, 1.0], [6.0]), ([9.0, 1.0, 2.0], [10.0])])
-def test_there_is_no_alarm_for_a_deadline_that_is_put_off_at_once(
-    puts_off: list[float], alarms: list[float]
-) -> None:
+def test_deadline_put_off_at_once_sets_no_alarm(puts_off: list[float], alarms: list[float]) -> None:
     clock = Clock()
     one: Driver[Any] = Driver(PutOff(), clock)  # type: ignore[arg-type] # less than a table
     one.commands[list] = lambda rest: one.dispatch(rest) if rest else None
@@ -118,7 +116,7 @@ def test_a_promise_is_kept_at_once_or_later() -> None:
     assert done_later == ["a", "done"]
 
 
-def test_a_command_that_fails_before_its_event_has_that_of_a_failure() -> None:
+def test_command_failing_before_its_event_gets_failure_event() -> None:
     def fail(number: float, _: Promised) -> None:
         raise FailError("no")
 
@@ -128,7 +126,7 @@ def test_a_command_that_fails_before_its_event_has_that_of_a_failure() -> None:
     assert done == ["a", "1.5 failed: no"]
 
 
-def test_a_second_event_of_a_command_is_a_defect_and_changes_nothing() -> None:
+def test_second_event_of_command_is_defect_and_changes_nothing() -> None:
     def answer_twice(_: float, promise: Promised) -> None:
         promise(["first"])
         promise(["second"])

@@ -70,7 +70,7 @@ def served(pool: FairPool[Any]) -> list[Any]:
     return order
 
 
-def test_owners_take_turns_urgent_items_of_all_come_first_and_who_left_gets_none() -> None:
+def test_owners_take_turns_urgent_items_first_and_leavers_none() -> None:
     waiting = [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)]
     without_first = pool_of(1, *waiting)
     without_first.discard(Key("a"), 1)
@@ -81,9 +81,7 @@ def test_owners_take_turns_urgent_items_of_all_come_first_and_who_left_gets_none
 
 
 @given(st.lists(KEYS, min_size=1, max_size=20), KEYS)
-def test_every_item_is_given_a_slot_within_a_bounded_number_of_turns(
-    before: list[Key], key: Key
-) -> None:
+def test_every_item_gets_slot_within_bounded_turns(before: list[Key], key: Key) -> None:
     pool = pool_of(1)
     for number, one in enumerate(before):
         pool.add(one, number)
@@ -107,7 +105,7 @@ def test_every_item_is_given_a_slot_within_a_bounded_number_of_turns(
 @pytest.mark.parametrize(
     ("num_slots", "taken"), [(1, [1, 0]), (2, [1, 1, 0]), (3, [2, 1, 0]), (16, [8, 4, 2, 1, 1, 0])]
 )
-def test_each_owner_that_keeps_its_slots_leaves_half_of_the_rest_however_urgent_it_is(
+def test_owner_keeping_slots_leaves_half_of_rest_even_if_urgent(
     num_slots: int, taken: list[int]
 ) -> None:
     pool = pool_of(num_slots, may=less_than_are_free)

@@ -42,7 +42,7 @@ def test_deadlines_agree_with_a_dict_after_every_step(steps: list[tuple[str, int
         assert deadlines.next() == min(oracle.values(), default=None)
 
 
-def test_a_key_that_is_set_while_due_ones_are_popped_is_popped_once_for_each_setting() -> None:
+def test_key_set_while_due_ones_pop_is_popped_once_per_setting() -> None:
     deadlines: Deadlines[str] = Deadlines()
     deadlines.set("renewed", 1.0)
 
@@ -75,7 +75,7 @@ class Wanted:
         self.error = error
 
 
-def test_a_story_keeps_its_last_steps_as_text_and_nothing_that_they_were_about() -> None:
+def test_story_keeps_last_steps_as_text_without_their_objects() -> None:
     history = History()
     event, command = Wanted(LocalError("no", code=ErrorCode.BUSY)), Wanted()
     things: list[object] = [event, event.error, command]

@@ -41,7 +41,7 @@ def refuse_broken() -> None: ...
 def ignore() -> None: ...
 
 
-def test_a_state_has_what_follows_it_in_the_order_of_states_and_refusals_change_nothing() -> None:
+def test_state_lists_next_states_in_order_without_refusals() -> None:
     steps: Any = {
         (Lamp.OFF, Pressed): SimpleNamespace(handler=switch, to=[Lamp.OFF]),
         (Lamp.OFF, Dropped): SimpleNamespace(handler=switch, to=[Lamp.OFF, Lamp.BROKEN]),
@@ -57,7 +57,7 @@ def test_a_state_has_what_follows_it_in_the_order_of_states_and_refusals_change_
     ]
 
 
-def test_each_state_is_described_by_the_docstring_under_it_or_it_is_an_error() -> None:
+def test_each_state_has_docstring_or_page_raises_error() -> None:
     assert state_sentences(Lamp) == {
         Lamp.OFF: "It is dark, and cold.",
         Lamp.BROKEN: "It never shines again.",

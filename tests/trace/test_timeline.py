@@ -180,7 +180,7 @@ def drawn(shown: Timeline, width: int = 80) -> list[str]:
     return lines
 
 
-def test_each_span_has_its_name_its_times_and_a_bar_where_it_lies() -> None:
+def test_each_span_has_name_times_and_bar_at_its_place() -> None:
     lines = drawn(timeline(*READ))
 
     (waiting,) = [line for line in lines if line.strip().startswith("waiting")]
@@ -211,7 +211,7 @@ def test_a_long_reason_takes_no_room_from_names_and_numbers(width: int) -> None:
     assert {"prefill", "decode"} <= rows.keys()
 
 
-def test_that_no_agent_answered_is_a_warning_and_status_1_and_no_endpoint_status_2() -> None:
+def test_unanswered_trace_warns_with_status_1_bad_endpoint_2() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
 

@@ -54,7 +54,7 @@ def test_the_files_are_what_the_generator_writes_today() -> None:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=named)
-def test_a_frame_is_the_message_of_its_vector_typed_and_in_the_schema(
+def test_frame_is_typed_message_of_its_vector_and_in_schema(
     vector: dict[str, Any],
 ) -> None:
     frame, message = bytes.fromhex(vector["frame"]), vector["message"]
@@ -93,7 +93,7 @@ def test_the_schema_has_the_bodies_of_every_operation() -> None:
     assert set(SCHEMA["x-notices"]) == set(NOTICES)
 
 
-def test_the_sessions_of_one_engine_register_it_alike_under_boot_ids_of_their_own() -> None:
+def test_sessions_of_engine_register_it_alike_under_own_boot_ids() -> None:
     registers = [v["message"] for v in VECTORS if v["name"] == "Register"][1:]
     bodies = [from_body(Register, each["body"]) for each in registers]
     ranks = [body.rank for body in bodies if body.rank is not None]

@@ -47,7 +47,7 @@ def hands_off_again(engines: Pair) -> None:
     wait_until(loads, "a handoff", WITHIN_S)
 
 
-def test_without_its_agent_prefill_keeps_what_it_offered_and_offers_the_rest_to_the_next_one(
+def test_prefill_without_agent_keeps_offers_and_next_gets_rest(
     engines: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits for the next agent once, and no longer than it may."""
@@ -72,7 +72,7 @@ def test_without_its_agent_prefill_keeps_what_it_offered_and_offers_the_rest_to_
     assert "already offered" not in caplog.text
 
 
-def test_a_request_that_ends_while_its_agent_is_started_again_waits_for_its_ticket(
+def test_request_ending_during_agent_restart_waits_for_ticket(
     engines: Pair,
 ) -> None:
     offered = engines.params()
@@ -89,7 +89,7 @@ def test_a_request_that_ends_while_its_agent_is_started_again_waits_for_its_tick
 
 
 @BY_SIGNAL
-def test_what_no_decode_agent_could_load_is_computed_and_released_by_the_one_that_comes(
+def test_load_without_agent_is_computed_then_released_by_next(
     engines: Pair, how: signal.Signals
 ) -> None:
     prompts = [prompt_of(LENGTH, seed) for seed in range(4)]
@@ -109,7 +109,7 @@ def test_what_no_decode_agent_could_load_is_computed_and_released_by_the_one_tha
 
 @BY_SIGNAL
 @pytest.mark.parametrize("does", ["loads", "releases"])
-def test_what_its_agent_does_not_survive_decode_computes_and_the_next_agent_releases(
+def test_load_lost_with_agent_is_computed_then_released_by_next(
     engines: Pair, does: str, how: signal.Signals
 ) -> None:
     decode, params = engines.agents.all[1], engines.params()
@@ -136,7 +136,7 @@ def test_what_its_agent_does_not_survive_decode_computes_and_the_next_agent_rele
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["ticket", "at once"])
 @pytest.mark.parametrize("what", ["restarts", "expires"])
-def test_a_prompt_whose_offer_has_gone_while_it_is_computed_is_offered_anew(
+def test_prompt_is_offered_anew_if_offer_ends_while_computed(
     agents: Agents, engine_of: EngineOf, what: str, *, is_named: bool
 ) -> None:
     options = {"offer_ttl_s": 3.0} if what == "expires" else {}
@@ -159,7 +159,7 @@ def test_a_prompt_whose_offer_has_gone_while_it_is_computed_is_offered_anew(
         assert (loads.num_computed, loads.tokens) == (1, what_follows(PROMPT, 3))
 
 
-def test_requests_wait_for_an_agent_that_hangs_once_and_not_each_of_them(engines: Pair) -> None:
+def test_requests_wait_once_for_hanging_agent_not_each(engines: Pair) -> None:
     with halted([engines.agents.all[0].pid]):
         answers = [
             engines.prefill.ask(prompt_of(20, seed), 1, TO_DECODE) for seed in range(NUM_BEHIND)
@@ -185,7 +185,7 @@ UNFIT: Mapping[str, tuple[tuple[int | None, int | None], Mapping[str, Any], str]
 
 
 @pytest.mark.parametrize("how", UNFIT)
-def test_agents_that_do_not_fit_are_not_used_and_vllms_log_says_which_are_needed(
+def test_unfit_agents_are_not_used_and_log_says_which_are_needed(
     agents: Agents, engine_of: EngineOf, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     (offering, loading), options, said = UNFIT[how]

@@ -58,7 +58,7 @@ def _plugin() -> None:
 
 
 @pytest.mark.usefixtures("_plugin")
-def test_vllm_finds_the_connector_by_its_name_and_its_own_by_theirs() -> None:
+def test_vllm_finds_kvbus_connector_and_its_own_by_name() -> None:
     by_name = KVConnectorFactory.get_connector_class_by_name
 
     config = KVTransferConfig(kv_connector="KvbusConnector", kv_role="kv_both")
@@ -69,9 +69,7 @@ def test_vllm_finds_the_connector_by_its_name_and_its_own_by_theirs() -> None:
 
 @pytest.mark.usefixtures("_plugin")
 @pytest.mark.parametrize(("name", "module"), NAMES)
-def test_the_api_server_reads_the_statistics_of_a_child_of_a_multi_connector(
-    name: str, module: str
-) -> None:
+def test_api_server_reads_stats_of_multi_connector_child(name: str, module: str) -> None:
     config = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
     found = KVConnectorFactory.get_connector_class(config)
     figures = KvbusConnector.build_kv_connector_stats()
@@ -86,7 +84,7 @@ def test_sleep_mode_is_refused() -> None:
     assert not KvbusConnector.supports_sleep_mode(KVTransferConfig(kv_role="kv_both"))
 
 
-def test_every_figure_comes_to_the_page_under_the_engine_that_it_is_of() -> None:
+def test_every_figure_is_on_page_under_its_engine() -> None:
     figures: Any = KvbusConnector.build_kv_connector_stats()
     figures.data["loads"] += 2 * ["failed"]
     figures.data["loads_failed"] += ["reading", "requested"]

@@ -34,7 +34,7 @@ def described(case: Configured, **options: Any) -> EngineSpec:
     [(HYBRID, 1, GROUPS), (layers(*[full()] * 4), 2, {"full": (0, 1, 2, 3)})],
     ids=["hybrid", "stages"],
 )
-def test_scheduler_and_workers_describe_the_same_engine_in_groups_by_what_they_are(
+def test_scheduler_and_workers_describe_same_engine_and_groups(
     tmp_path: Path, specs: Any, pp_size: int, groups: Mapping[str, tuple[int, ...]]
 ) -> None:
     case = configure(tmp_path, specs, pipeline_parallel_size=pp_size)
@@ -50,7 +50,7 @@ def test_scheduler_and_workers_describe_the_same_engine_in_groups_by_what_they_a
     ]
 
 
-def test_engines_of_another_parallelism_and_block_size_are_compatible(tmp_path: Path) -> None:
+def test_engines_of_other_ranks_and_block_size_are_compatible(tmp_path: Path) -> None:
     halves = layers(*(window(48, 2, block_size=64), full(2, block_size=64)) * 2)
 
     one = described(configure(tmp_path, layers(*(window(48), full()) * 2)))
@@ -61,9 +61,7 @@ def test_engines_of_another_parallelism_and_block_size_are_compatible(tmp_path: 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 47, 48, 49, 200])
-def test_a_window_is_what_the_cache_manager_keeps_for_the_next_token(
-    tmp_path: Path, num_tokens: int
-) -> None:
+def test_window_is_kept_as_by_cache_manager_for_next_token(tmp_path: Path, num_tokens: int) -> None:
     (group,) = described(configure(tmp_path, layers(window(48), window(48)))).groups
     manager = SimpleNamespace(sliding_window=48, extra_retained_tokens=0)
 
@@ -72,7 +70,7 @@ def test_a_window_is_what_the_cache_manager_keeps_for_the_next_token(
     assert group.positions(0, num_tokens) == (kept, num_tokens)
 
 
-def test_the_model_is_its_path_revision_and_quantisation_or_what_the_option_says(
+def test_model_is_path_revision_and_quantisation_or_option(
     tmp_path: Path,
 ) -> None:
     case = configure(tmp_path, layers(full()))

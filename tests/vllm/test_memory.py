@@ -146,7 +146,7 @@ def test_what_layers_write_is_read_by_description(
                 assert torch.equal(seen, written), (name, part)
 
 
-def test_tensors_keep_their_values_shapes_and_strides_and_become_one_segment(
+def test_tensors_keep_values_shapes_strides_in_one_segment(
     tmp_path: Path,
 ) -> None:
     worker = Worker(configure(tmp_path, HYBRID))
@@ -212,7 +212,7 @@ def places(worker: Worker) -> Mapping[str, tuple[int, Mapping[AxisName, int]]]:
         }
 
 
-def test_a_latent_is_the_compressed_kv_and_the_rotated_key_in_one_row(tmp_path: Path) -> None:
+def test_latent_is_compressed_kv_and_rotated_key_in_one_row(tmp_path: Path) -> None:
     mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     case = configure(tmp_path, layers(mla), block_size=16, tensor_parallel_size=2)
     cache = torch.zeros(16, 1, 16, 576)
@@ -289,7 +289,7 @@ REFUSED: Mapping[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_strides_cannot_say_is_refused_and_no_layer_is_moved(tmp_path: Path, how: str) -> None:
+def test_layout_beyond_strides_is_refused_and_no_layer_is_moved(tmp_path: Path, how: str) -> None:
     match, impl = REFUSED[how]
     worker = Worker(configure(tmp_path, layers(full(), full())))
     has(worker, torch.zeros(16, 4, 32, 65 if how == "scales beside it" else 64), impl=impl)
@@ -303,7 +303,7 @@ def test_what_strides_cannot_say_is_refused_and_no_layer_is_moved(tmp_path: Path
 
 
 @pytest.mark.parametrize("seen_by", ["cache", "layer"])
-def test_a_backend_that_splits_blocks_is_refused_before_memory_moves(
+def test_backend_splitting_blocks_is_refused_before_memory_moves(
     worker: Worker, seen_by: str
 ) -> None:
     cache = worker.caches[NAME]

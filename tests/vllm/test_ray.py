@@ -169,7 +169,7 @@ def ray_serve(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield ray_serve
 
 
-def test_a_configuration_that_both_sides_share_is_of_neither_and_stays_as_it_was(
+def test_config_shared_by_both_sides_is_copied_and_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray.serve.llm import LLMConfig
@@ -189,7 +189,7 @@ def test_a_configuration_that_both_sides_share_is_of_neither_and_stays_as_it_was
     assert shared == {"kv_transfer_config": {"kv_connector_extra_config": {}}}
 
 
-def test_requests_are_prefilled_on_one_node_and_decoded_on_another(ray_serve: RayServe) -> None:
+def test_requests_prefill_on_one_node_and_decode_on_another(ray_serve: RayServe) -> None:
     said = {name: ray_serve.tokens(name) for name in PROMPTS}
 
     read = {line["request_id"] for line in wait_said(ray_serve, "decode", "handoff.completed")}
@@ -213,7 +213,7 @@ def test_replicas_come_with_an_agent_each_and_go_with_it(ray_serve: RayServe) ->
     assert ray_serve.tokens("last") == ray_serve.expected["last"]
 
 
-def test_a_node_that_dies_in_the_middle_of_a_handoff_costs_no_wrong_token(
+def test_node_crash_during_handoff_costs_no_wrong_token(
     ray_serve: RayServe,
 ) -> None:
     answer = ray_serve.threads.submit(ray_serve.tokens, "long")

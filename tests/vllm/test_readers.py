@@ -32,7 +32,7 @@ from tests.vllm.scheduled import (
     [(None, False), (0, False), (2, False), (0, True)],
     ids=["none ends", "the first ends", "another ends", "the first ends in its load"],
 )
-def test_of_several_requests_with_a_ticket_one_loads_and_the_others_find_it_in_the_cache(
+def test_one_request_loads_shared_ticket_and_others_hit_cache(
     engines: Pair, ended: int | None, *, in_its_load: bool
 ) -> None:
     params = engines.params()
@@ -64,7 +64,7 @@ def test_a_ticket_for_two_readers_is_good_at_two_decode_engines(
     engines.wait_no_offer()
 
 
-def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
+def test_only_last_ended_sequence_of_prompt_is_offered(
     engines: Pair,
 ) -> None:
     free = engines.prefill.num_free
@@ -75,7 +75,7 @@ def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
     assert not engines.prefill.figures["offers_failed"]
 
 
-def test_of_the_sequences_of_a_named_prompt_the_first_is_offered_and_no_other_fails(
+def test_first_sequence_of_named_prompt_is_offered_none_fails(
     engines: Pair,
 ) -> None:
     to_decode, to_prefill = engines.awaiting()
@@ -90,7 +90,7 @@ def test_of_the_sequences_of_a_named_prompt_the_first_is_offered_and_no_other_fa
     assert not engines.prefill.figures["offers_failed"]
 
 
-def test_requests_whose_long_ids_differ_in_the_middle_alone_are_handed_off(engines: Pair) -> None:
+def test_requests_with_long_ids_unlike_in_middle_are_handed_off(engines: Pair) -> None:
     prompts, ends = [prompt_of(LENGTH, seed) for seed in (1, 2)], 1000 * "a"
     names = [f"{ends}{number}{ends}" for number in range(2)]
     tickets = [engines.params(p, name=n) for p, n in zip(prompts, names, strict=True)]
@@ -119,7 +119,7 @@ def test_a_name_that_is_taken_is_refused_and_vllms_log_says_so(
 
 
 @pytest.mark.parametrize("moment", ["before", "while", "after"])
-def test_what_decode_gives_up_that_both_got_at_once_is_offered_to_nobody(
+def test_at_once_request_given_up_by_decode_leaves_no_offer(
     engines: Pair, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     to_decode, to_prefill = engines.awaiting()
@@ -154,7 +154,7 @@ def test_what_decode_gives_up_that_both_got_at_once_is_offered_to_nobody(
     assert "not offered" not in caplog.text
 
 
-def test_what_prefill_gives_up_that_both_got_at_once_is_computed_by_decode(engines: Pair) -> None:
+def test_at_once_request_given_up_by_prefill_is_computed(engines: Pair) -> None:
     to_decode, to_prefill = engines.awaiting()
     loads = engines.decode.ask(PROMPT, 3, to_decode)
     engines.prefill.ask(PROMPT, 2, to_prefill)
@@ -205,7 +205,7 @@ def were_ahead(engines: Pair) -> list[bool]:
     return [line["ahead"] for line in lines[1:]]
 
 
-def test_blocks_that_a_ticket_names_are_read_before_the_lease_and_a_signed_one_names_none(
+def test_ticket_blocks_are_read_before_lease_signed_names_none(
     engines: Pair, signing: Agents, engine_of: EngineOf
 ) -> None:
     with pair_of(signing, engine_of) as signed:

@@ -63,7 +63,7 @@ def test_clients_at_the_same_time_get_what_decode_says_alone(
     assert pair.decode.from_elsewhere() - before == loaded
 
 
-def test_of_several_prompts_or_sequences_what_the_router_hands_off_is_handed_off_once(
+def test_router_hands_off_several_prompts_or_sequences_once(
     pair: Cluster, port: int, seed: int, name: str
 ) -> None:
     """Smg and the proxy send several sequences to the decode server alone, it several prompts."""
@@ -82,7 +82,7 @@ def test_of_several_prompts_or_sequences_what_the_router_hands_off_is_handed_off
     assert loaded[2] - loaded[1] == (0 if name == "proxy" else len(prompts[0]))
 
 
-def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
+def test_client_hanging_up_at_any_moment_leaves_nothing(
     pair: Cluster, port: int, seed: int
 ) -> None:
     call = ask_in_words(port, [prompt_of(LONG, seed=seed + 40)], NUM_TOKENS)
@@ -105,9 +105,7 @@ def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
 
 
 @pytest.mark.parametrize("length", [1, 31, 64, 900])
-def test_decode_continues_behind_the_token_of_prefill_and_computes_no_step_of_the_prompt(
-    pair: Cluster, length: int
-) -> None:
+def test_decode_continues_after_prefills_token_without_prefill(pair: Cluster, length: int) -> None:
     prompt = prompt_of(length, seed=4000 + length)
     first = pair.prefill.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
     before = pair.decode.from_elsewhere()
@@ -120,7 +118,7 @@ def test_decode_continues_behind_the_token_of_prefill_and_computes_no_step_of_th
     assert [*first.tokens, *rest.tokens] == pair.alone(prompt)
 
 
-def test_the_trace_of_a_client_of_the_proxy_is_known_to_both_agents(pair: Cluster) -> None:
+def test_trace_of_proxy_client_is_known_to_both_agents(pair: Cluster) -> None:
     trace = f"00-{uuid.uuid4().hex}-{uuid.uuid4().hex[:16]}-01"
     pair.decode_agent.skip_log()
 
@@ -145,7 +143,7 @@ def status(call: Call) -> int:
     return 200
 
 
-def test_a_request_with_a_wrong_ticket_is_an_error_and_those_beside_it_are_served(
+def test_wrong_ticket_is_error_and_requests_beside_it_are_served(
     pair: Cluster,
 ) -> None:
     kinds = ("with another secret", "nothing but what routers look at")
@@ -208,7 +206,7 @@ def without_prefill(pair: Cluster) -> Cluster:
     return pair
 
 
-def test_without_a_prefill_server_routers_answer_with_an_error_and_the_proxy_with_decode(
+def test_without_prefill_server_routers_fail_and_proxy_decodes(
     without_prefill: Cluster,
 ) -> None:
     pair, prompt = without_prefill, prompt_of(300, seed=300)

@@ -73,7 +73,7 @@ def with_encoders(engines: Pair) -> Pair:
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_another_request_is_computed_and_the_same_one_is_loaded_after_it(
+def test_other_request_is_computed_and_same_one_loads_after_it(
     with_encoders: Pair, kind: str
 ) -> None:
     engines, (theirs, prompt, ours) = with_encoders, OTHER[kind]
@@ -97,7 +97,7 @@ LACKING: Mapping[str, tuple[list[int], Fields]] = {
 
 
 @pytest.mark.parametrize("kind", LACKING)
-def test_a_decode_request_without_the_image_of_its_ticket_ends_with_an_error(
+def test_decode_request_without_image_of_ticket_ends_with_error(
     with_encoders: Pair, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its answer would be fluent, of a model that has not seen the image."""
@@ -120,7 +120,7 @@ def test_a_decode_request_without_the_image_of_its_ticket_ends_with_an_error(
 
 
 @pytest.mark.parametrize("lacks", [True, False])
-def test_at_once_a_decode_request_without_the_image_ends_with_an_error(
+def test_at_once_decode_request_without_image_ends_with_error(
     with_encoders: Pair, *, lacks: bool
 ) -> None:
     engines, image = with_encoders, with_images("one")
@@ -135,7 +135,7 @@ def test_at_once_a_decode_request_without_the_image_ends_with_an_error(
     assert loads.num_computed == (0 if lacks else 1)
 
 
-def test_a_decode_request_that_has_the_image_is_computed_where_its_ticket_does_not_fit(
+def test_decode_request_with_image_but_unfit_ticket_is_computed(
     with_encoders: Pair,
 ) -> None:
     params = with_encoders.params(**with_images("one"))
@@ -157,7 +157,7 @@ def test_an_image_behind_what_was_prefilled_does_not_matter(with_encoders: Pair)
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_the_prompt_of_a_wrong_ticket_is_computed_and_the_right_one_is_good_after_it(
+def test_wrong_ticket_prompt_is_computed_and_right_ticket_loads(
     engines: Pair, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = engines.params()
@@ -177,7 +177,7 @@ def test_a_ticket_of_an_earlier_process_of_the_agent_is_good(engines: Pair) -> N
     assert answer.tokens == what_follows(PROMPT, 3)
 
 
-def test_a_load_that_fails_is_not_taken_for_a_good_one_where_steps_are_scheduled_ahead(
+def test_failed_load_is_not_taken_for_good_with_steps_ahead(
     engines: Pair,
 ) -> None:
     """Its failure is told in its own step, and vLLM hears of the step before it meanwhile."""
@@ -201,9 +201,7 @@ def test_a_load_that_fails_is_not_taken_for_a_good_one_where_steps_are_scheduled
 
 
 @pytest.mark.parametrize("kind", DO_NOT_FIT)
-def test_a_ticket_that_does_not_fit_its_prompt_makes_no_wrong_token(
-    engines: Pair, kind: str
-) -> None:
+def test_ticket_not_fitting_its_prompt_makes_no_wrong_token(engines: Pair, kind: str) -> None:
     more, changes, num_computed = DO_NOT_FIT[kind]
     prompt = prompt_of(LENGTH + more)
     params = engines.params()
@@ -215,7 +213,7 @@ def test_a_ticket_that_does_not_fit_its_prompt_makes_no_wrong_token(
     assert answer.num_computed == (len(prompt) if num_computed is None else num_computed)
 
 
-def test_only_what_decode_has_not_cached_is_loaded_and_the_rest_releases_the_offer(
+def test_only_uncached_blocks_are_loaded_and_offer_is_released(
     engines: Pair,
 ) -> None:
     longer = [*PROMPT[: 2 * LARGER], *prompt_of(30, seed=1)]
@@ -228,7 +226,7 @@ def test_only_what_decode_has_not_cached_is_loaded_and_the_rest_releases_the_off
     assert (partly.num_found, partly.num_computed) == (2 * LARGER, 1)
 
 
-def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
+def test_at_once_decode_reads_growing_prompt_and_never_answer(
     engines: Pair,
 ) -> None:
     to_decode, to_prefill = engines.awaiting()
@@ -248,7 +246,7 @@ def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
     assert offers.params["remote_num_tokens"] == max(grown) == LENGTH
 
 
-def test_tokens_of_the_prompt_are_ready_when_their_step_is_done_and_those_behind_it_never() -> None:
+def test_prompt_tokens_are_ready_after_step_and_later_ones_never() -> None:
     """A step may compute more than a prompt, as vLLM with drafts has them."""
     request: Any = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=10)
     offered = RequestOffer(request, {})
@@ -282,9 +280,7 @@ AT_ONCE = {
 
 
 @pytest.mark.parametrize("kind", AT_ONCE)
-def test_at_once_decode_is_given_the_prompt_that_both_have_and_nothing_else(
-    engines: Pair, kind: str
-) -> None:
+def test_at_once_decode_gets_only_prompt_shared_by_both(engines: Pair, kind: str) -> None:
     case, (to_decode, to_prefill) = AT_ONCE[kind], engines.awaiting()
     sampling = {"stop_token_ids": list(case.stops)}
 
@@ -325,7 +321,7 @@ def test_what_prefill_does_not_end_well_is_not_offered(
     engines.wait_no_offer()
 
 
-def test_a_prompt_whose_log_probabilities_are_wanted_is_not_offered_with_a_window(
+def test_prompt_with_logprobs_is_not_offered_with_window(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     """Decode computes all of it, for its own log probabilities."""
@@ -339,7 +335,7 @@ def test_a_prompt_with_embeddings_is_not_offered(engines: Pair) -> None:
     engines.wait_no_offer()
 
 
-def test_the_offer_of_a_request_that_decode_has_refused_is_given_back(engines: Pair) -> None:
+def test_offer_of_request_refused_by_decode_is_given_back(engines: Pair) -> None:
     """vLLM's frontend tells of it by a request of one token that is aborted at once."""
     engines.decode.ask([0], 1, engines.params(), abort_immediately=True)
 
@@ -349,9 +345,7 @@ def test_the_offer_of_a_request_that_decode_has_refused_is_given_back(engines: P
 
 
 @pytest.mark.parametrize("moment", ["before its load", "in its load", "behind its load"])
-def test_a_decode_request_that_is_given_up_disturbs_no_other_and_leaves_nothing(
-    engines: Pair, moment: str
-) -> None:
+def test_given_up_decode_request_harms_none_and_leaves_nothing(engines: Pair, moment: str) -> None:
     prompts = [prompt_of(LENGTH, seed) for seed in range(2)]
     tickets = [engines.params(prompt) for prompt in prompts]
 
@@ -375,7 +369,7 @@ def test_a_decode_request_that_is_given_up_disturbs_no_other_and_leaves_nothing(
     engines.wait_no_offer()
 
 
-def test_blocks_are_held_until_they_are_read_and_free_for_the_next_request_without_a_step(
+def test_blocks_are_held_until_read_and_then_free_without_step(
     engines: Pair,
 ) -> None:
     before = engines.prefill.num_free
@@ -393,7 +387,7 @@ def test_blocks_are_held_until_they_are_read_and_free_for_the_next_request_witho
     wait_until(come_back, "the blocks are free")
 
 
-def test_blocks_that_vllm_still_writes_to_are_not_free_when_they_are_read(engines: Pair) -> None:
+def test_blocks_vllm_still_writes_to_are_not_free_when_read(engines: Pair) -> None:
     """vLLM frees late what a step that was begun may still write to."""
     params, pool = engines.params(), engines.prefill.pool
     held = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
@@ -405,7 +399,7 @@ def test_blocks_that_vllm_still_writes_to_are_not_free_when_they_are_read(engine
     pool.free_blocks(held)
 
 
-def test_offered_blocks_are_given_to_no_other_and_who_finds_no_room_waits_for_their_reader(
+def test_offered_blocks_are_kept_and_request_waits_for_reader(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     with pair_of(agents, engine_of, num_requests=1) as engines:
@@ -424,7 +418,7 @@ def test_offered_blocks_are_given_to_no_other_and_who_finds_no_room_waits_for_th
         assert [answer.num_computed for answer in said] == 6 * [1]
 
 
-def test_a_running_request_waits_for_the_blocks_of_an_offer_that_is_being_read(
+def test_running_request_waits_for_blocks_of_offer_being_read(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     """It waits as long as the last offers took: a busy machine may take longer for this one."""
@@ -451,7 +445,7 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_that_is_being_read(
         wait_until(is_read_in_time, "a running request that waits", WITHIN_S)
 
 
-def test_a_running_request_does_not_wait_for_an_offer_that_is_not_read(
+def test_running_request_does_not_wait_for_unread_offer(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     with pair_of(agents, engine_of, num_requests=1) as engines:
@@ -484,9 +478,7 @@ def test_decode_is_right_when_prefill_preempts_what_it_reads(
         assert loads.tokens == what_follows(PROMPT, 3)
 
 
-def test_what_prefill_has_told_of_a_request_is_not_read_once_it_is_preempted(
-    agents: Agents, engine_of: EngineOf
-) -> None:
+def test_prefill_data_of_preempted_request_is_not_read(agents: Agents, engine_of: EngineOf) -> None:
     """Its blocks are others' by the time that the decode request comes."""
     with pair_of(agents, engine_of, num_requests=1) as engines:
         to_decode, to_prefill = engines.awaiting()
@@ -505,7 +497,7 @@ def test_what_prefill_has_told_of_a_request_is_not_read_once_it_is_preempted(
 
 
 @pytest.mark.parametrize("drains_s", [0, 9])
-def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_drains(
+def test_vllm_steps_on_after_offer_and_to_last_one_if_it_drains(
     agents: Agents, engine_of: EngineOf, drains_s: int
 ) -> None:
     with pair_of(agents, engine_of, drains_s=drains_s) as engines:
@@ -525,7 +517,7 @@ def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_d
     [(None, {}, 0), (32, {}, 1), (32, EMBEDDINGS, 0), (32, {"prompt": [5]}, 0), (32, LOGPROBS, 0)],
     ids=["no window", "window", "embeddings", "one token", "its log probabilities"],
 )
-def test_with_a_window_the_last_token_of_a_prompt_of_tokens_is_left_to_decode(
+def test_window_leaves_last_token_of_token_prompt_to_decode(
     agents: Agents, engine_of: EngineOf, of: int | None, fields: Fields, num_left: int
 ) -> None:
     """vLLM's worker ends when the tokens are not as many as the embeddings."""

@@ -80,7 +80,7 @@ def turn(both: Both, prompt: list[int], params: Mapping[str, Any], salt: str = "
     return answer
 
 
-def test_all_but_the_last_token_is_kept_for_a_while_in_which_vllm_rests(
+def test_all_but_last_token_is_kept_for_while_and_vllm_rests(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     with talking(agents, engine_of, ttl_s=2.0) as (prefill, decode):
@@ -122,7 +122,7 @@ def test_what_nobody_can_go_on_with_is_not_kept(both: Both, how: str) -> None:
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
-def test_answers_hold_their_share_of_the_cache_and_the_oldest_goes_for_a_new_one(
+def test_answers_hold_their_cache_share_and_oldest_goes_for_new(
     agents: Agents, engine_of: EngineOf, num_kept: int
 ) -> None:
     blocks_each = -(-len(SAID) // LARGER)
@@ -174,9 +174,7 @@ def test_the_next_turn_loads_what_is_not_cached_and_worth_it(
 
 
 @pytest.mark.parametrize("kind", ["with another secret", "without ticket", "without prompt_digest"])
-def test_the_turn_of_a_wrong_ticket_is_computed_and_the_right_one_is_good_after_it(
-    both: Both, kind: str
-) -> None:
+def test_wrong_ticket_turn_is_computed_and_right_ticket_loads(both: Both, kind: str) -> None:
     params, prompt = kept(both), [*SAID, *NEW]
 
     wrong = turn(both, prompt, {**WRONG[kind](params), **GOES_ON}, salt="wrong")
@@ -195,7 +193,7 @@ def test_a_turn_whose_past_was_changed_is_computed(both: Both, num_kept: int) ->
     assert (changed.num_computed, right.num_computed) == (len(prompt), 1 + len(NEW))
 
 
-def test_an_answer_that_a_stop_token_ended_goes_on_without_anything_new(both: Both) -> None:
+def test_answer_ended_by_stop_token_goes_on_without_new_tokens(both: Both) -> None:
     _, decode = both
 
     params = decode.offered(PROMPT, NUM_SAID + 9, ASKED, sampling={"stop_token_ids": SAID[-1:]})

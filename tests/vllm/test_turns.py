@@ -61,7 +61,7 @@ def computed(pair: Cluster) -> float:
     return pair.prefill.metric("prompt_tokens_by_source_total", source="local_compute")
 
 
-def test_decode_says_what_it_says_alone_and_no_handoff_stands_still(pair: Cluster) -> None:
+def test_decode_says_same_as_alone_and_no_handoff_stands_still(pair: Cluster) -> None:
     """A side that waits for a core that it does not get waits for its timeout, and computes."""
     works_again(pair, seed=4000)  # the agents have met
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
@@ -77,7 +77,7 @@ def test_decode_says_what_it_says_alone_and_no_handoff_stands_still(pair: Cluste
 
 
 @pytest.mark.parametrize(("length", "at_once"), [(655, False), (391, True)])
-def test_what_was_loaded_is_right_for_whoever_finds_it_in_the_cache(
+def test_loaded_kv_is_right_for_requests_that_find_it_cached(
     pair: Cluster, length: int, *, at_once: bool
 ) -> None:
     """Other sequences of the request, the prompt again, and prompts that begin like it."""
@@ -147,7 +147,7 @@ def test_log_probabilities_of_a_prompt_come_through_a_router(pair: Cluster) -> N
     assert said[0].tokens == said[1].tokens
 
 
-def test_a_prefill_request_that_is_refused_or_hangs_up_leaves_nothing(pair: Cluster) -> None:
+def test_refused_or_hung_up_prefill_request_leaves_nothing(pair: Cluster) -> None:
     first, second = (turn(pair, prompt_of(1000, seed=seed)) for seed in (70, 71))
 
     with pytest.raises(RefusedError):

@@ -27,7 +27,7 @@ LENGTHS = (1, SMALLER - 1, SMALLER, LARGER, LARGER + 1, CHUNK_TOKENS + 7, 7 * CH
 
 
 @pytest.mark.parametrize("pair", [False], indirect=True, ids=["without agents"])
-def test_servers_serve_before_their_agents_start_and_use_them_then(pair: Cluster) -> None:
+def test_servers_serve_before_agents_start_and_use_them_later(pair: Cluster) -> None:
     prompt, seeds = prompt_of(250, seed=1), count(1000)
     logged = [pair.prefill.trouble(), pair.decode.trouble()]
 
@@ -71,7 +71,7 @@ def figure(server: VllmServer, name: str, **labels: str) -> float:
     return server.metric(f"kvbus_{name}", **labels)
 
 
-def test_the_prompt_of_a_wrong_ticket_is_computed_and_log_and_pages_tell_of_it(
+def test_wrong_ticket_prompt_is_computed_logged_and_on_metrics(
     pair: Cluster,
 ) -> None:
     figures = [
@@ -96,7 +96,7 @@ def test_the_prompt_of_a_wrong_ticket_is_computed_and_log_and_pages_tell_of_it(
     wait_until(have_grown, "all figures have grown", SETTLES_WITHIN_S)
 
 
-def test_a_request_without_the_images_of_its_ticket_is_an_error_where_others_are_computed(
+def test_request_without_images_of_ticket_is_error_not_computed(
     pair: Cluster,
 ) -> None:
     """No model here takes images: the params name some of a prompt that has none."""
@@ -111,9 +111,7 @@ def test_a_request_without_the_images_of_its_ticket_is_an_error_where_others_are
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_survive_the_kill_of_an_agent_that_is_started_again(
-    pair: Cluster, role: str
-) -> None:
+def test_requests_survive_kill_and_restart_of_agent(pair: Cluster, role: str) -> None:
     prompts = [prompt_of(400, seed=90 + 10 * len(role) + number) for number in range(4)]
     killed = pair.prefill_agent if role == "prefill" else pair.decode_agent
     calls = pair.stuck(prompts)

@@ -174,7 +174,7 @@ def test_blocks_that_prefill_has_whole_are_found_again(
         assert again.tokens == what_follows(prompt, 2)
 
 
-def test_a_prompt_that_found_a_block_with_a_gap_is_looked_up_again(
+def test_prompt_that_found_block_with_gap_is_looked_up_again(
     agents: Agents, engine_of: EngineOf
 ) -> None:
     """Its load has ended in this pass, but its request waits for a LoRA: vLLM looks for others."""
