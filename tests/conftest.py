@@ -24,9 +24,9 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvbus.spawn import never_give
-from tests.agents import AgentProcess, Agents, agents_ended, started
-from tests.examples import PROFILE, num_examples
-from tests.moves import enforce_all
+from tests.support.agents import AgentProcess, Agents, agents_ended, started
+from tests.support.examples import PROFILE, num_examples
+from tests.support.moves import enforce_all
 
 phases = [phase for phase in Phase if phase is not Phase.explain]
 for name in ("kvbus", "long"):

@@ -24,7 +24,7 @@ from .processes import Group, group
 from .servers import wait_ready
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = (ROOT / "tests/sglang/stubs", Path(__file__).with_name("on_cpus"))
+PLUGINS = (ROOT / "tests/e2e/sglang/stubs", Path(__file__).with_name("on_cpus"))
 """Stand-ins for packages that have no build for CPUs, and what the other backends need there."""
 BACKENDS = {
     "kvbus": "kvbus.integrations.sglang, and two agents",

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from tests.moves import enforce_all
 from tests.sim.world import Violation
 from tests.sim.worlds import SORTS, simulate
+from tests.support.moves import enforce_all
 
 ROUND = 2000
 """Handoffs of one world; the next one has another seed."""

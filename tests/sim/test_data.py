@@ -16,11 +16,11 @@ import pytest
 from kvbus.data import messages as wire
 from kvbus.data.client import Defined
 from kvbus.errors import KVBusError, LocalError, TransferFailed
-from tests.data_process import FlatMemory, add_plan, moves
 from tests.sim.data import Machines, SimData, remains_released
 from tests.sim.network import Network, Process
 from tests.sim.nixl import Fabric
 from tests.sim.world import Violation, World
+from tests.support.data_process import FlatMemory, add_plan, moves
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_JOBS, NUM_FAULTS = 64, 32, 120, 20
 POISON = 0xA5

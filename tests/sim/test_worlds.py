@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from tests.examples import num_examples
 from tests.sim.cluster import D, Fault, FaultKind, P, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
 from tests.sim.worlds import HND, LEAST_COMPLETED, RESTLESS, SORTS, Sort, cells, quick, simulate
+from tests.support.examples import num_examples
 
 pytestmark = pytest.mark.timeout(600)  # 15 s of CPU, on a machine that may have other work
 SEEDS = range(num_examples(12))

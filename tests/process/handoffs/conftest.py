@@ -1,0 +1,57 @@
+"""Agents that tests of this folder share: for engines that are alike, and for others.
+
+Those that a test ends, stops or starts again are its own.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.process.handoffs.shapes import PATHS, SLOT_BYTES, ShapedAgents
+from tests.support.agents import AgentProcess, Agents, agents_ended, started
+
+SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
+"""Few and small ones, so that a few tokens are many tiles."""
+
+
+@pytest.fixture(scope="package")
+def shared() -> Iterator[Agents]:
+    """The agents of this folder, ended with its last test."""
+    with started("prefill", "decode", "decode") as agents:
+        yield agents
+
+
+@pytest.fixture
+def other_decode(agents: Agents) -> AgentProcess:
+    """Another decode agent."""
+    return agents.all[2]
+
+
+@pytest.fixture(scope="package")
+def shaped() -> Iterator[Agents]:
+    """Two prefill agents, and for each path two decode agents that compare all that they read."""
+    with agents_ended(Agents) as agents:
+        few_at_once = 2  # side by side they are too slow on few cores
+        wanted = [agents.prepare("prefill", log_level="debug", **SLOTS) for _ in range(2)]
+        for path in (*PATHS, "auto"):
+            reads: dict[str, Any] = {
+                "path": path,
+                "mapped": path == "mapped",
+                "digest": "full",
+                **SLOTS,
+            }
+            wanted += [agents.prepare("decode", **reads) for _ in range(1 + (path != "auto"))]
+        for at in range(0, len(wanted), few_at_once):
+            agents.start(*wanted[at : at + few_at_once])
+        yield agents
+
+
+@pytest.fixture
+def shapes(shaped: Agents) -> Iterator[ShapedAgents]:
+    """The agents for engines of different shapes, which must hold nothing after each test."""
+    *pairs, auto = shaped.all
+    names = ("prefill", *PATHS)
+    first, second = (dict(zip(names, pairs[at::2], strict=True)) for at in range(2))
+    yield ShapedAgents(first.pop("prefill"), {**first, "auto": auto}, second)
+    shaped.check()

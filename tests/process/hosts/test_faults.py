@@ -1,0 +1,114 @@
+"""Cables pulled and loose, interfaces off: all ends in time, and works once they are back."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from itertools import product
+
+import anyio
+import pytest
+
+from tests.process.faults.conftest import ENDS_OF_CUT, completes, end_offer, works_again
+from tests.process.hosts.conftest import DECODE_HOSTS, PREFILL_HOSTS, Network
+from tests.support.agents import AgentProcess, until
+from tests.support.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    Engine,
+    begin,
+    failure_of,
+    pair,
+    same,
+    start_long_read,
+    works,
+)
+from tests.support.namespaces import Host
+
+pytestmark = pytest.mark.anyio
+
+NUM_FLAPS = 12
+
+
+def nothing_held_back(agent: AgentProcess) -> bool:
+    """Whether no block is in quarantine, and no transfer outstanding."""
+    return not agent.metric("quarantined_blocks") and not agent.metric("data_jobs")
+
+
+@pytest.mark.parametrize(
+    ("name", "set_link"),
+    [
+        pytest.param("p0", Host.set_cable, id="cable of the holder"),
+        pytest.param(
+            "p0", Host.set_interface, id="interface of the holder", marks=pytest.mark.long
+        ),
+        pytest.param("d0", Host.set_cable, id="cable of the reader", marks=pytest.mark.long),
+    ],
+)
+async def test_a_host_is_cut_off_during_a_read(
+    network: Network, name: str, set_link: Callable[[Host, str], None]
+) -> None:
+    host = network.hosts[name]
+    at = {name: agent.attach for name, agent in network.at.items()}
+    async with (
+        pair(at["p0"], at["d0"], groups=(LARGE,), num_blocks=NUM_LARGE_BLOCKS) as (source, target),
+        pair(at["p1"], at["d1"]) as elsewhere,
+    ):
+        offer, fetch = await start_long_read(source, target)
+        set_link(host, "down")
+        try:
+            failure = await failure_of(fetch)
+            await fetch.freed
+            elsewhere_works = await works(*elsewhere)
+        finally:
+            set_link(host, "up")
+        freed = target.snapshot()
+        await end_offer(offer)
+        ends_as_freed = same(target.snapshot(), freed)
+        await works_again(source, target)
+        await until(lambda: all(map(nothing_held_back, network.decode)))
+
+        assert failure.code in ENDS_OF_CUT
+        assert elsewhere_works
+        assert ends_as_freed
+
+
+async def test_idle_connection_reset_fails_no_fetch(network: Network) -> None:
+    async with pair(network.at["p0"].attach, network.at["d0"].attach) as (source, target):
+        assert await works(source, target)
+        if not network.hosts["d0"].reset_connections(kept_ports=range(7701, 7704)):
+            pytest.skip("the kernel resets no connections")
+
+        handoff = await begin(source, target)
+        await handoff.completed()
+
+
+@pytest.mark.long
+async def test_loose_cable_corrupts_no_bit_and_all_pairs_recover(
+    network: Network,
+) -> None:
+    async with AsyncExitStack() as stack:
+        pairs = [
+            await stack.enter_async_context(pair(network.at[of].attach, network.at[to].attach))
+            for of, to in product(PREFILL_HOSTS, DECODE_HOSTS)
+        ]
+        loose, ended, flapped = network.hosts["p0"], list[bool](), anyio.Event()
+
+        async def keep_handing_over(source: Engine, target: Engine) -> None:
+            while not flapped.is_set():
+                ended.append(await completes(source, target))
+
+        async with anyio.create_task_group() as tasks:
+            for engines in pairs:
+                tasks.start_soon(keep_handing_over, *engines)
+            try:
+                for number in range(NUM_FLAPS):  # what a loose cable does takes time
+                    loose.set_cable("down" if number % 2 == 0 else "up")
+                    await anyio.sleep(0.1 + 0.05 * number)
+            finally:
+                loose.set_cable("up")
+                flapped.set()
+        async with anyio.create_task_group() as tasks:
+            for engines in pairs:
+                tasks.start_soon(works_again, *engines)
+
+        assert any(ended)
+        await until(lambda: all(map(nothing_held_back, network.decode)))

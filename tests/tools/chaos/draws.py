@@ -1,0 +1,178 @@
+"""What goes wrong in a chaos run, when, and what its handoffs are to be: drawn from a seed alone.
+
+Handoffs, by weight: plain ones, large ones that are withdrawn or cancelled under the read, second
+readers, offers that grow, that live for milliseconds only, tickets that were altered. Those that
+are met go to both sides at once, in any order, by a name in place of a ticket.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tests.tools.chaos.shapes import AGENTS, LARGE_TOKENS, SHAPES
+
+MEAN_GAP_S = 2.0
+LONGEST_STOP_S = 15.0
+LINKS = AGENTS[:2]
+FABRICS = ("tcp", "shared memory")
+DIGESTS = ("full", "full", "sampled", "off")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How often a fault comes, to whom, and how long it lasts."""
+
+    weight: int
+    targets: tuple[str, ...]
+    least_s: float = 0.0
+    most_s: float = 0.0
+
+
+ENGINES = tuple(shape.name for shape in SHAPES)
+KINDS = {
+    "kill_agent": Kind(2, AGENTS, 0.1, 1.5),
+    "restart_agent": Kind(5, AGENTS),
+    "stop_agent": Kind(5, AGENTS, 0.05, LONGEST_STOP_S),
+    "kill_data": Kind(2, AGENTS),
+    "abort_data": Kind(1, AGENTS),
+    "kill_engine": Kind(3, ENGINES),
+    "stop_engine": Kind(3, ENGINES, 0.05, LONGEST_STOP_S),
+    "cut": Kind(4, LINKS),
+    "reset": Kind(3, LINKS),
+    "take_down": Kind(2, LINKS, 0.2, 4.0),
+    "blacken": Kind(3, LINKS, 0.2, 12.0),
+    "delay": Kind(3, LINKS, 1.0, 5.0),
+    "trickle": Kind(2, LINKS, 0.5, 4.0),
+    "burst": Kind(2, ("all",)),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong ``at_s`` into an act, for ``for_s``."""
+
+    at_s: float
+    kind: str
+    target: str
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What agents of one world have in common."""
+
+    fabric: str
+    keyed: bool
+    maps: bool
+    small_slices: bool
+    digest: str
+
+
+def draw_setting(seed: int, world: int) -> Setting:
+    """The first world is always the same kind: it is all that a short run sees."""
+    if world == 0:
+        return Setting("tcp", keyed=False, maps=True, small_slices=True, digest="off")
+    random = Random(f"{seed}/setting/{world}")
+    return Setting(
+        random.choice(FABRICS),
+        keyed=random.random() < 0.5,
+        maps=random.random() < 0.7,
+        small_slices=random.random() < 0.5,
+        digest=random.choice(DIGESTS),
+    )
+
+
+def draw_faults(seed: int, act: int, seconds: float) -> list[Fault]:
+    """In order of time."""
+    random = Random(f"{seed}/faults/{act}")
+    weights = [kind.weight for kind in KINDS.values()]
+    faults = []
+    at_s = random.expovariate(1 / MEAN_GAP_S)
+    while at_s < seconds:
+        (name,) = random.choices(list(KINDS), weights)
+        kind = KINDS[name]
+        for_s = _short(random, kind.least_s, kind.most_s) if kind.most_s else 0.0
+        target = random.choice(kind.targets)
+        faults.append(Fault(round(at_s, 3), name, target, round(for_s, 3)))
+        at_s += random.expovariate(1 / MEAN_GAP_S)
+    return faults
+
+
+HANDOFFS = {
+    "plain": 30,
+    "large": 8,
+    "withdrawn": 16,
+    "cancelled": 14,
+    "second_reader": 6,
+    "short_lived": 5,
+    "growing": 9,
+    "altered": 12,
+    "forged": 2,
+    "partial": 5,
+    "met": 8,
+    "met_withdrawn": 4,
+    "met_cancelled": 4,
+}
+SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
+TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
+"""Altered tickets have more than one block, and so few that they are read without an acquire."""
+SOONEST_S, LATEST_S = 0.002, 1.0
+"""After so long a handoff is withdrawn or cancelled: a read is met on slow machines and fast."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one handoff is to be."""
+
+    kind: str
+    num_tokens: int
+    first_token: int
+    ttl_s: float
+    timeout_s: float
+    act_after_s: float
+    releases: bool
+    zero_tail: bool
+    piece_tokens: int
+    steps: tuple[int, ...]
+
+    def order(self) -> dict[str, Any]:
+        """The offer, for its engine."""
+        return {"do": "offer", "steps": self.steps, "ttl_s": self.ttl_s}
+
+    @property
+    def is_met(self) -> bool:
+        return self.kind.startswith("met")
+
+    @property
+    def is_withdrawn(self) -> bool:
+        return self.kind.endswith("withdrawn")
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.kind.endswith("cancelled")
+
+
+def draw_handoff(random: Random) -> Draw:
+    """By weight, then by the ranges of its kind."""
+    (kind,) = random.choices(list(HANDOFFS), list(HANDOFFS.values()))
+    tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
+    steps: tuple[int, ...] = (tokens,)
+    if kind == "growing" or kind.startswith("met"):
+        steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
+    return Draw(
+        kind=kind,
+        num_tokens=tokens,
+        first_token=random.randrange(tokens) if kind == "partial" else 0,
+        ttl_s=random.uniform(0.001, 0.2) if kind == "short_lived" else random.uniform(4.0, 10.0),
+        timeout_s=random.choice([3.0, 6.0, 10.0]),
+        act_after_s=_short(random, SOONEST_S, LATEST_S),
+        releases=random.random() < 0.5,
+        zero_tail=random.random() < 0.3,
+        piece_tokens=random.choice([0, 0, 128]),
+        steps=steps,
+    )
+
+
+def _short(random: Random, least_s: float, most_s: float) -> float:
+    """Short times are more frequent than long ones."""
+    return float(least_s * (most_s / least_s) ** random.random())

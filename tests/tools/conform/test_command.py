@@ -1,0 +1,84 @@
+"""``kvbus conform`` as it is run: what it prints, how it ends, where its rules stand."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvbus.cli import app
+from tests.tools.conform.conftest import ROLES, raw_engine
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def conform(*arguments: str, flaw: str = "", role: str = "prefill") -> Result:
+    options = ["--role", role, *arguments, "--", *raw_engine(flaw)]
+    return CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "80"})
+
+
+def test_the_verdict_is_told_with_what_was_seen_of_a_broken_rule() -> None:
+    good, bad = conform("--scene", "stop"), conform("--scene", "stop", flaw="bad_status")
+
+    assert (good.exit_code, bad.exit_code) == (0, 1)
+    assert "the engine conforms to all" in good.stdout
+    assert max(map(len, good.stdout.splitlines())) <= 80
+    for words in ("failed ends.stop", "exit status 3", "the engine does not conform: ends.stop"):
+        assert words in bad.stdout
+
+
+def test_json_is_one_object_with_every_rule_of_the_role() -> None:
+    result = conform("--scene", "stop", "--json", flaw="unsealed")
+
+    told = json.loads(result.stdout)
+    rules = {rule["name"]: rule for rule in told["rules"]}
+    assert result.exit_code == told["exit_status"] == 1
+    assert any(name.startswith("offer.") for name in rules)
+    assert not any(name.startswith("fetch.") for name in rules)
+    assert rules["attach.seals"]["verdict"] == "failed"
+    assert rules["attach.seals"]["seen"] == ["segment 'kv' can still grow or shrink"]
+    assert rules["offer.tables"]["verdict"] == "untried"
+
+
+def test_engine_failing_to_start_is_told_with_its_last_cells() -> None:
+    options = ["--role", "decode", "--", "sh", "-c", "echo no GPU here >&2; exit 7"]
+    result = CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 1
+    assert result.stdout.startswith("failed register.sessions: ")
+    assert "exit status 7" in result.stdout
+    assert "no GPU here" in result.stdout
+    assert "untried" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["/no/such", "no-such-program", "/etc/passwd"])
+def test_a_command_that_is_no_program_is_a_mistake(command: str) -> None:
+    result = CliRunner().invoke(app, ["conform", "--role", "decode", "--", command])
+
+    assert result.exit_code == 2
+    assert f"cannot start the engine: there is no program {command}" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_unknown_scene_is_refused_and_scenes_of_page_are_listed(role: str) -> None:
+    page = (DOCS / "conformance.md").read_text()
+    lists = re.findall(rf"^Of (?:{role} engines|both):\n\n((?:- .*\n)+)", page, re.MULTILINE)
+
+    result = conform("--scene", "nothing", role=role)
+
+    assert result.exit_code == 2
+    _, _, told = result.stderr.partition("no scene nothing; there are ")
+    scenes = {scene for one in lists for scene in re.findall(r"^- `(\w+)`:", one, re.MULTILINE)}
+    assert set(told.strip().split(", ")) == scenes
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_rule_names_a_heading_of_the_protocol_page(role: str) -> None:
+    headings = re.findall(r"^#+ (.+)$", (DOCS / "protocol-engine.md").read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+
+    rules = json.loads(conform("--scene", "stop", "--json", role=role).stdout)["rules"]
+
+    assert {rule["page"] for rule in rules} <= {f"docs/protocol-engine.md#{one}" for one in anchors}

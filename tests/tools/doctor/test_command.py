@@ -1,0 +1,105 @@
+"""``kvbus doctor`` as it is run: what people see, how it ends, what it refuses.
+
+That the report is what its findings come to holds of each run: see `running.checked`.
+"""
+
+import gc
+import resource
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+
+from tests.tools.doctor.running import doctor, show
+
+
+@pytest.fixture
+def open_files() -> Iterator[Callable[[int], None]]:
+    """Sets how many files this process may open, until the test ends."""
+    show("--only", "limits")  # what is imported late is here, now
+    gc.collect()  # what tests before this one have left open is closed
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("limit", "plain", "strict", "sentence"),
+    [
+        (4096, 0, 0, "kvbus works on this machine\n"),
+        (200, 0, 1, "kvbus works on this machine, with limits: limits.open_files\n"),
+        (60, 1, 1, "kvbus does not work on this machine: limits.open_files\n"),
+    ],
+)
+def test_a_warning_fails_only_a_strict_one_and_an_error_each(
+    open_files: Callable[[int], None], limit: int, plain: int, strict: int, sentence: str
+) -> None:
+    open_files(limit)
+
+    shown, shown_strict = show("--only", "limits"), show("--only", "limits", "--strict")
+    found = doctor("--only", "limits", "--strict")
+
+    assert (shown.exit_code, shown_strict.exit_code) == (plain, strict)
+    assert sentence in shown.stdout
+    assert ("ulimit -n 65536" in shown.stdout) == (limit < 4096)
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "\x1b" not in shown.stdout
+    assert shown.stderr == ""
+    assert found["limits.open_files"]["values"] == {"open_files": limit}
+
+
+def test_family_failing_to_be_checked_does_not_end_others(
+    open_files: Callable[[int], None],
+) -> None:
+    used = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    free = (fd for fd in count() if fd not in used)
+    open_files(next(islice(free, 3, None)))  # this process can open three more
+
+    ended = show("--only", "nixl", "--only", "limits")
+
+    assert ended.exit_code == 1
+    assert "nixl.unchecked" in ended.stdout
+    assert "limits.open_files" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot read"),
+        ("agent_id =", "is not TOML"),
+        (
+            'agent_id = "a"\npeer_bind = "127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n',
+            "key 'peer_bind'",
+        ),
+    ],
+)
+def test_a_bad_config_is_one_line_and_status_2(tmp_path: Path, text: str | None, told: str) -> None:
+    path = tmp_path / "agent.toml"
+    if text is not None:
+        path.write_text(text)
+
+    ended = show("--config", str(path))
+
+    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith("error: --config: ")
+    assert told in ended.stderr
+    assert str(path) in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--only everything", "--only: 'everything' is none of versions"),
+        ("--only peer", "--only peer needs --peer"),
+        ("--peer 127.0.0.1:7701", "is not tcp://HOST:PORT"),
+        ("--peer tcp://127.0.0.1:7701 --server-key x", "--key-file"),
+        ("--peer tcp://h:1 --from tcp://h:1", "are the same agent"),
+        ("--peer tcp://h:1 --from-server-key x", "--from-server-key needs --from"),
+    ],
+)
+def test_a_wrong_option_is_told_with_status_2(arguments: str, told: str) -> None:
+    ended = show(*arguments.split())
+
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert told in " ".join(ended.stderr.replace("│", " ").split())

@@ -1,0 +1,111 @@
+"""What is said of machines: the finding to each fact, on good ones and on bad ones.
+
+What this machine is like is no matter here.
+"""
+
+from typing import Any
+
+import pytest
+
+from kvbus.doctor import data_plane, host
+from kvbus.doctor.data_plane import GpuMemory, ReadSpeed
+from tests.tools.doctor.running import check_finding
+
+MIB = 1 << 20
+REFUSED = "Operation not permitted"
+GPU = GpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), "GPU-1", b"", 0, 1)
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+Finding = Any
+
+
+GOOD: dict[str, Any] = {"num_cores": 16, "cpu_quota": None, "compiled": True}
+
+
+def memory(subject: str, segment_error: str = "", **seen: Any) -> Finding:
+    """Of a machine that is good but for what was seen."""
+    found = host.memory_findings(segment_error, **{**GOOD, **seen})
+    return next(one for one in found if one.name == f"memory.{subject}")
+
+
+def limit(
+    subject: str,
+    files: int | None = None,
+    locked: int | None = None,
+    *,
+    may_lock: bool = False,
+    rdma: tuple[str, ...] = ("mlx5_0",),
+) -> Finding:
+    found = host.limit_findings(files, locked, may_lock=may_lock, rdma_devices=rdma)
+    return next(one for one in found if one.name == f"limits.{subject}")
+
+
+def ipc(read: GpuMemory | None, error: str) -> Finding:
+    return data_plane.ipc_finding(read, error, num_devices=1)
+
+
+def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str = "1") -> Finding:
+    error = "" if bytes_per_s else "it hung"
+    return data_plane.read_finding(ReadSpeed(way, tls, bytes_per_s, wire, error), scope)
+
+
+OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"
+
+ROWS: list[tuple[Finding, str, str, str, str]] = [
+    (memory("segment", segment_error=REFUSED), "memory.segment", ERROR, REFUSED, ""),
+    (memory("cores"), "memory.cores", OK, "16 cores", ""),
+    (memory("cores", cpu_quota=1.5), "memory.cores", WARNING, "limited to the time of 1.5", ""),
+    (memory("copies", compiled=False), "memory.copies", NOTE, "numpy", ""),
+    (limit("open_files", 1024), "limits.open_files", NOTE, "1,024", "ulimit -n"),
+    (limit("open_files", 1023), "limits.open_files", WARNING, "1,023", "ulimit -n"),
+    (limit("open_files", 63), "limits.open_files", ERROR, "63", "ulimit -n"),
+    (limit("locked_memory", 0, MIB, rdma=()), "limits.locked_memory", OK, "no RDMA device", ""),
+    (limit("locked_memory", 0, MIB), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
+    (
+        limit("locked_memory", 0, MIB, may_lock=True),
+        "limits.locked_memory",
+        OK,
+        "IPC_LOCK over",
+        "",
+    ),
+    (ipc(GPU, ""), "cuda.ipc", OK, "CUDA 13.0", ""),
+    (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
+    (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
+    (read("configured", 0), "nixl.read.configured", ERROR, "it hung", "env | grep ^UCX_"),
+    (read("configured", 1e9, OVER_BOTH), "nixl.read.configured", WARNING, "over 52% on tcp", ""),
+    (read("configured", 1e9, "tcp/lo", "tcp"), "nixl.read.configured", WARNING, "tcp/lo", "unset"),
+    (read("configured", 1e9, "tcp/lo", "", "2"), "nixl.read.configured", WARNING, "1 G", "sysctl"),
+    (
+        read("tcp", 13e8, "tcp/lo", "tcp"),
+        "nixl.read.tcp",
+        OK,
+        "1.3 GB/s over tcp/lo (UCX_TLS=t",
+        "",
+    ),
+    (read("tcp", 0, "", "tcp"), "nixl.read.tcp", WARNING, "fails (UCX_TLS=tcp): it hung", ""),
+    (
+        read("rdma", 4e10, "rc_mlx5/mlx5_0:1", "ib"),
+        "nixl.read.rdma",
+        OK,
+        "40 GB/s over rc_mlx5",
+        "",
+    ),
+]
+
+
+def check(one: Finding) -> None:
+    told = {key: getattr(one, key) for key in ("family", "found", "why", "fix", "command")}
+    check_finding(one.name, {**told, "severity": str(one.severity)})
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "severity", "phrase", "command"),
+    ROWS,
+    ids=[f"{name}-{severity}-{n}" for n, (_, name, severity, *_) in enumerate(ROWS)],
+)
+def test_a_machine_is_complained_of_by_what_it_costs(
+    found: Finding, name: str, severity: str, phrase: str, command: str
+) -> None:
+    assert (found.name, found.severity) == (name, severity)
+    assert phrase in found.found
+    assert found.command.startswith(command)
+    check(found)
