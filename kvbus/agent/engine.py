@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import structlog
 
-from kvbus.agent.segments import RankMemory, Segments
+from kvbus.agent.segments import RegisteredRank, Segments
 from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
@@ -64,7 +64,7 @@ class LocalEngine:
     spec: EngineSpec
     control: EngineProcess | None = None
     others: tuple[AgentRanks, ...] = ()
-    ranks: dict[int, RankMemory] = field(default_factory=dict)
+    ranks: dict[int, RegisteredRank] = field(default_factory=dict)
     memory_id: str = ""
     """Changes when a rank registers here, also with the same memory."""
     instance: str = ""
@@ -164,7 +164,7 @@ class LocalEngine:
         self.republishes = wanted.republishes
         self._accesses.append(new_secret())
 
-    def add_rank(self, memory: RankMemory, access: str | None, name: str) -> None:
+    def add_rank(self, memory: RegisteredRank, access: str | None, name: str) -> None:
         """Add a registered rank; ``access`` is a secret for requests, ``name`` that of its memory.
 
         Raises `GeometryError` for a rank that is elsewhere, or if the last rank leaves KV

@@ -39,7 +39,7 @@ Passed = PassedFile | PassCuda
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class RankMemory:
+class RegisteredRank:
     """One rank: its spec, and its segments, which the data process maps.
 
     All of its memory is on ``device``. ``direct`` means that NIXL reads and writes its blocks;
@@ -95,7 +95,7 @@ class Segments:
         self._data, self._staging, self._bus_errors = data, staging, bus_errors
         self._on_cut, self._loop = on_cut, asyncio.get_running_loop()
         self._device: str | None = None
-        self._memories: list[RankMemory] = []
+        self._memories: list[RegisteredRank] = []
         self._mapped: dict[str, MappedFile] = {}
         self._is_discarded = False
 
@@ -141,7 +141,7 @@ class Segments:
         self.passed[segment.segment_id] = segment
         return Empty()
 
-    async def register(self, engine: EngineSpec, rank: RankSpec) -> RankMemory:
+    async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
         """Map every segment of ``rank`` in the data process, and register it with NIXL.
 
         Raises `LocalError` for a segment that was not passed, and any refusal of the data process.
@@ -161,7 +161,7 @@ class Segments:
         )
         remove, fds = wire.RemoveMemory(memory=number), [one.fd for one in files]
         defined = Defined(add, remove, fds=fds)
-        memory = RankMemory(
+        memory = RegisteredRank(
             engine=engine,
             rank=rank,
             number=number,
@@ -248,7 +248,7 @@ class Segments:
         if failures:
             raise failures[0]
 
-    def remove(self, memory: RankMemory | None = None) -> None:
+    def remove(self, memory: RegisteredRank | None = None) -> None:
         """Release the addresses, by default of all, after the last job that uses them."""
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)

@@ -90,7 +90,7 @@ class BarePair:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BenchSource:
     name: str
     shape: Shape
     engines: EngineChild
@@ -106,7 +106,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    source: Source
+    source: BenchSource
     reader: BenchEngine
     fetches: list[Taken] = field(default_factory=list)
     released_s: list[float] = field(default_factory=list)
@@ -153,15 +153,15 @@ class Bench:
             self.others[label] = self.stack.enter_context(started)
         return self.others[label]
 
-    async def source(self, shape: Shape, num_blocks: int) -> Source:
-        source = Source(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
+    async def source(self, shape: Shape, num_blocks: int) -> BenchSource:
+        source = BenchSource(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
         ask = partial(self.engines.ask, type(None), name=source.name)
         await ask("open", shape=shape, num_blocks=num_blocks)
         self.opened.push_async_callback(ask, "close")
         return source
 
     async def pair(
-        self, shape: Shape, num_blocks: int, *, source: Source | None = None, label: str = ""
+        self, shape: Shape, num_blocks: int, *, source: BenchSource | None = None, label: str = ""
     ) -> Pair:
         """Open a decode engine at an agent; it reads ``source``, or a new engine like itself."""
         path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"

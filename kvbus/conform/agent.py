@@ -20,7 +20,7 @@ import zmq
 from kvbus.conform.engine_process import EngineCommand
 from kvbus.conform.memory import RegionView, places_of
 from kvbus.conform.rules import Book
-from kvbus.conform.session import MAX_BODY_BYTES, EngineRequest, Session, close_all
+from kvbus.conform.session import MAX_BODY_BYTES, EngineRequest, EngineSession, close_all
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -78,7 +78,7 @@ class PlayedAgent:
         }
         self._folder, self._num_boots = folder, 0
         self._context = zmq.Context()
-        self._connections: list[Session] = []
+        self._connections: list[EngineSession] = []
         self._used_boots: set[str] = set()
 
     def open(self) -> None:
@@ -124,7 +124,7 @@ class PlayedAgent:
         self._context.term()
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[EngineSession]:
         return [one for one in self._connections if one.boot and not one.closed]
 
     @property
@@ -225,7 +225,7 @@ class PlayedAgent:
         if output in ready and not self.engine.on_readable():
             time.sleep(TICK_MS / 1000)  # at the end of its output it is always readable
         if self._listener.fileno() in ready:
-            self._connections.append(Session(self._listener.accept()[0]))
+            self._connections.append(EngineSession(self._listener.accept()[0]))
         for session in self._connections:
             if session.fileno() in ready and not self.silent:
                 self._on_attach(session)
@@ -244,7 +244,7 @@ class PlayedAgent:
 
     # The attach socket.
 
-    def _on_attach(self, session: Session) -> None:
+    def _on_attach(self, session: EngineSession) -> None:
         whole = session.read(self.book)
         if whole is None:
             return
@@ -261,7 +261,9 @@ class PlayedAgent:
         if len(packed) > MAX_BODY_BYTES:
             session.close()
 
-    def _attach_answer(self, session: Session, packed: bytes, fds: list[int]) -> dict[str, Any]:
+    def _attach_answer(
+        self, session: EngineSession, packed: bytes, fds: list[int]
+    ) -> dict[str, Any]:
         with self.book.reading("attach.framing"):
             if len(packed) > MAX_BODY_BYTES:
                 raise ProtocolError("a message of over 65,536 bytes", code=ErrorCode.TOO_LARGE)
@@ -281,7 +283,7 @@ class PlayedAgent:
             session.segments[message.segment_id] = None
         return {}
 
-    def _on_hello(self, session: Session, hello: Hello) -> dict[str, Any]:
+    def _on_hello(self, session: EngineSession, hello: Hello) -> dict[str, Any]:
         versions = f"it speaks versions {hello.min_protocol} to {hello.max_protocol}"
         fits = hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol
         self.book.expect("attach.hello", fits, versions)
@@ -312,7 +314,9 @@ class PlayedAgent:
             "a_later_field": {"of": "a newer agent"},
         }
 
-    def _on_segment(self, session: Session, passed: PassSegment, fds: list[int]) -> dict[str, Any]:
+    def _on_segment(
+        self, session: EngineSession, passed: PassSegment, fds: list[int]
+    ) -> dict[str, Any]:
         name = passed.segment_id
         alone = f"{len(fds)} descriptors came with segment {name!r}"
         if not self.book.expect("attach.first_byte", len(fds) == 1, alone):
@@ -401,7 +405,7 @@ class PlayedAgent:
         except ProtocolError:
             return None
 
-    def _look_at_secret(self, session: Session, secret: str) -> None:
+    def _look_at_secret(self, session: EngineSession, secret: str) -> None:
         if session.secret is None:
             shared = [one for one in self.sessions if secret and one.secret == secret]
             told = secret in {session.boot, self.boot}
@@ -411,7 +415,7 @@ class PlayedAgent:
         changed = "a session that has one secret sends another, or none"
         self.book.expect("frames.secret", secret == session.secret, changed)
 
-    def _look_at_id(self, session: Session, request_id: int) -> None:
+    def _look_at_id(self, session: EngineSession, request_id: int) -> None:
         if session.ids:
             rises, seen = request_id > max(session.ids), f"id {request_id} after {max(session.ids)}"
         else:
@@ -435,7 +439,7 @@ class PlayedAgent:
         return OK
 
 
-def _wrong_memory(body: Register, session: Session) -> str:
+def _wrong_memory(body: Register, session: EngineSession) -> str:
     try:
         validate_engine(body.engine)
         if body.rank is not None:

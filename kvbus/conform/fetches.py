@@ -10,7 +10,7 @@ from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import RegionView, covered
 from kvbus.conform.rules import DECODE
 from kvbus.conform.session import EngineRequest
-from kvbus.conform.stage import Job, Stage, ticket_of
+from kvbus.conform.stage import EngineStage, Job, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, check_fetched
 from kvbus.protocol.engine import (
@@ -28,7 +28,7 @@ WRONG_BY = 89
 """Offset of a job's name that makes every number wrong: not a multiple of 251."""
 
 
-class FetchStage(Stage):
+class FetchStage(EngineStage):
     op, over_word, rules = StartFetch.op, "fetched", DECODE
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:

@@ -7,7 +7,7 @@ from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import LiveCell, covered
 from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import EngineRequest
-from kvbus.conform.stage import MAX_BLOCKS, Job, Kept, Stage, ticket_of
+from kvbus.conform.stage import MAX_BLOCKS, EngineStage, Job, Kept, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import check_offered
 from kvbus.protocol.commit_cell import NUM_CELLS
@@ -23,7 +23,7 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.message import Message
 
 
-class OfferStage(Stage):
+class OfferStage(EngineStage):
     op, over_word, rules = MakeOffer.op, "released", PREFILL
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:

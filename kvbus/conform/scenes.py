@@ -14,7 +14,7 @@ from kvbus.conform.fetches import FetchStage
 from kvbus.conform.offers import OfferStage
 from kvbus.conform.rules import BOTH, Book, RuleOutcome
 from kvbus.conform.session import EngineRequest
-from kvbus.conform.stage import Job, SceneEndedError, Stage
+from kvbus.conform.stage import EngineStage, Job, SceneEndedError
 from kvbus.protocol.engine import AgentRole, Ping
 
 Scene = Callable[[Any], None]
@@ -25,7 +25,7 @@ RETRY_AFTER_S, CONCURRENT_S = 0.5, 3.0
 NUM_MANY = 5_000
 
 
-def late(stage: Stage) -> None:
+def late(stage: EngineStage) -> None:
     """The reply is late, and the request must not be repeated."""
     job, asked = _held(stage)
     stage.agent.play(LATE_S)
@@ -35,7 +35,7 @@ def late(stage: Stage) -> None:
     _asked_once(stage, job)
 
 
-def other_order(stage: Stage) -> None:
+def other_order(stage: EngineStage) -> None:
     """The second of two concurrent requests is answered first, with a refusal."""
     with stage.agent.holding(stage.op):
         first, second = stage.begin(20), stage.begin(30)
@@ -58,7 +58,7 @@ def other_order(stage: Stage) -> None:
     stage.book.expect("requests.order", ended and told and not others, seen)
 
 
-def unknown_code(stage: Stage) -> None:
+def unknown_code(stage: EngineStage) -> None:
     """An unknown code fails its request and no other."""
     job, asked = _held(stage)
     stage.agent.refuse(asked, "moon_phase", phase=0.25)
@@ -68,7 +68,7 @@ def unknown_code(stage: Stage) -> None:
     stage.book.expect("requests.unknown_code", ended, "the next request did not go on")
 
 
-def busy(stage: Stage) -> None:
+def busy(stage: EngineStage) -> None:
     """A `busy` request is retried after `retry_after_s`, with a new id."""
     job, asked = _held(stage)
     refused_at = time.monotonic()
@@ -83,7 +83,7 @@ def busy(stage: Stage) -> None:
     stage.book.expect("requests.busy", ended, f"request {job.name} did not go on")
 
 
-def many(stage: Stage) -> None:
+def many(stage: EngineStage) -> None:
     """Thousands of unknown notices."""
     job = stage.taken(stage.begin(20))
     for number in range(NUM_MANY):
@@ -92,7 +92,7 @@ def many(stage: Stage) -> None:
     stage.book.expect("notices.unknown", stage.end_well(job), seen)
 
 
-def silence(stage: Stage) -> None:
+def silence(stage: EngineStage) -> None:
     """The agent is stopped and continues as the same process."""
     before = len(stage.agent.log)
     stage.agent.silent = True
@@ -106,7 +106,7 @@ def silence(stage: Stage) -> None:
     stage.book.expect("ends.silence", ended, f"request {job.name} did not go on")
 
 
-def hang_up(stage: Stage) -> None:
+def hang_up(stage: EngineStage) -> None:
     """The agent closes all attach connections but may still write into the memory."""
     job, files = _begun(stage), stage.agent.files
     stage.agent.hang_up()
@@ -114,7 +114,7 @@ def hang_up(stage: Stage) -> None:
         stage.use_all_blocks("fetch.lost_blocks")
 
 
-def new_agent(stage: Stage) -> None:
+def new_agent(stage: EngineStage) -> None:
     """The agent crashes and is restarted."""
     job = _begun(stage)
     stage.agent.close()
@@ -123,7 +123,7 @@ def new_agent(stage: Stage) -> None:
     _comes_back(stage, job, "ends.new_agent", set())
 
 
-def stop(stage: Stage) -> None:
+def stop(stage: EngineStage) -> None:
     stage.engine.hush()
     in_time = stage.wait(lambda: not stage.engine.is_alive)
     status = stage.engine.stop(0.0)
@@ -131,19 +131,19 @@ def stop(stage: Stage) -> None:
     stage.book.expect("ends.stop", in_time and status == 0, seen)
 
 
-def _held(stage: Stage) -> tuple[Job, EngineRequest]:
+def _held(stage: EngineStage) -> tuple[Job, EngineRequest]:
     with stage.agent.holding(stage.op):
         job = stage.begin(20)
         return job, stage.asked(job)
 
 
-def _asked_once(stage: Stage, job: Job) -> None:
+def _asked_once(stage: EngineStage, job: Job) -> None:
     num_asked = len(stage.requests(job))
     seen = f"request {job.name} was asked for {num_asked} times"
     stage.book.expect("requests.once", num_asked <= 1, seen)
 
 
-def _begun(stage: Stage) -> Job:
+def _begun(stage: EngineStage) -> Job:
     """Begin a job with its ticket: an offer without one may go unreported."""
     job = stage.taken(stage.begin(20))
     if isinstance(stage, OfferStage):
@@ -152,7 +152,7 @@ def _begun(stage: Stage) -> Job:
     return job
 
 
-def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
+def _comes_back(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
     """Check that the engine registers again. If it exits, restart it as a supervisor would.
 
     ``files`` is the memory that the agent may still write into.
@@ -174,7 +174,7 @@ def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) 
     return True
 
 
-_STAGES: Mapping[AgentRole, type[Stage]] = {
+_STAGES: Mapping[AgentRole, type[EngineStage]] = {
     AgentRole.PREFILL: OfferStage,
     AgentRole.DECODE: FetchStage,
 }
@@ -222,7 +222,7 @@ def play(
     return book.outcomes((*BOTH, *kind.rules))
 
 
-def _play_scene(stage: Stage, scene: Scene) -> bool:
+def _play_scene(stage: EngineStage, scene: Scene) -> bool:
     """Return False if the engine does not register. Restart it after a violation."""
     if not stage.engine.is_alive:
         stage.engine.stop()

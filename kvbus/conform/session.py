@@ -20,7 +20,7 @@ _PIDFD_GETFD = 438
 _CLOEXEC = 0o2000000
 
 
-class Session:
+class EngineSession:
     """Attach connection, with its process's state on the engine socket.
 
     ``boot`` is empty before `hello`. ``closed`` is set once either side has hung up.
@@ -113,7 +113,7 @@ class EngineRequest:
     ``body`` is None if it could not be parsed.
     """
 
-    session: Session
+    session: EngineSession
     request_id: int
     op: str
     body: Message | None

@@ -74,7 +74,7 @@ def ticket_of(job: Job) -> dict[str, object]:
     }
 
 
-class Stage(ABC):
+class EngineStage(ABC):
     """Base of the stages. ``patience_s`` limits one engine step, ``start_s`` registration."""
 
     op: ClassVar[str]

@@ -24,12 +24,12 @@ LIVED_S = 30.0
 """Lifetime after which a data process is restarted without a pause."""
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
 
-OnReply = Callable[[wire.Reply], object]
+OnReply = Callable[[wire.DataReply], object]
 ProgressToken = ExitStack
 """Demand for progress, for peers that connect and read, until it is closed."""
 
 
-class Child(Protocol):
+class DataProcessHandle(Protocol):
     @property
     def pid(self) -> int: ...
 
@@ -43,7 +43,7 @@ class Child(Protocol):
 OnMessage = Callable[[wire.FromData], None]
 OnExit = Callable[[str], None]
 """Called with the reason, after the last message. No write of the process can land any more."""
-Spawn = Callable[[str, OnMessage, OnExit], Child]
+Spawn = Callable[[str, OnMessage, OnExit], DataProcessHandle]
 """Start a data process with a boot id. Raises ``OSError``."""
 
 
@@ -127,7 +127,7 @@ class DataProcess:
         self._settings = {"slice_bytes": slice_bytes, "copy_threads": copy_threads}
         self.on_change, self.on_cut, self.on_log = on_change, on_cut, on_log
         self.slice_bytes = slice_bytes
-        self._child: Child | None = None
+        self._child: DataProcessHandle | None = None
         self._ids = itertools.count(1)
         self._numbers = itertools.count(1)
         self._pending: dict[int, OnReply] = {}
@@ -262,10 +262,10 @@ class DataProcess:
     def is_open(self) -> bool:
         return self._is_open
 
-    def _note_opened(self, reply: wire.Reply) -> None:
+    def _note_opened(self, reply: wire.DataReply) -> None:
         self.nixl_error = reply.failure()
 
-    async def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.Reply:
+    async def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.DataReply:
         """Send a request that is not a job, and return its reply.
 
         Raises the reply's `KVBusError`, or `TransferFailed` if the data process ends first.
@@ -273,10 +273,10 @@ class DataProcess:
         self._check_running()
         return await self._request(message, fds)
 
-    async def _request(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.Reply:
-        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+    async def _request(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.DataReply:
+        future: asyncio.Future[wire.DataReply] = asyncio.get_running_loop().create_future()
 
-        def settle(reply: wire.Reply) -> None:
+        def settle(reply: wire.DataReply) -> None:
             if not future.done():
                 future.set_result(reply)
 
@@ -402,7 +402,7 @@ class DataProcess:
         if job is not None and not job.is_aborted:
             job.is_aborted = True
             if self._child is not None:
-                self._send(wire.Abort(job=number), lambda _: None)
+                self._send(wire.AbortJob(job=number), lambda _: None)
 
     def _check_running(self) -> None:
         if not self.is_running:
@@ -412,7 +412,7 @@ class DataProcess:
         return TransferFailed(f"the data process is not running: {self.problem}")
 
     def _define(self, defined: Defined) -> None:
-        def take(reply: wire.Reply) -> None:
+        def take(reply: wire.DataReply) -> None:
             has_ended = self._child is None
             if has_ended and defined in self._kept:
                 return  # the next data process gets it again
@@ -451,7 +451,7 @@ class DataProcess:
         if boot != self.boot:
             return
         match message:
-            case wire.Reply():
+            case wire.DataReply():
                 on_reply = self._pending.pop(message.to, None)
                 if on_reply is not None:
                     on_reply(message)
@@ -460,7 +460,7 @@ class DataProcess:
             case wire.Log():
                 self.on_log(message)
 
-    def _end_job(self, number: int, reply: wire.Reply) -> None:
+    def _end_job(self, number: int, reply: wire.DataReply) -> None:
         job = self._jobs.pop(number)
         for one in reversed(job.uses):
             one.num_jobs -= 1
@@ -477,7 +477,7 @@ class DataProcess:
         failure = wire.Failure.of(TransferFailed(f"the data process ended: {reason}"))
         pending, self._pending = self._pending, {}
         for number, on_reply in pending.items():
-            on_reply(wire.Reply(to=number, error=failure))
+            on_reply(wire.DataReply(to=number, error=failure))
         self.on_change()
         self._ended.set()
 

@@ -10,16 +10,16 @@ from kvbus.data.memories import LocalMemory
 from kvbus.data.messages import (
     Copy,
     CopyStaged,
-    Digest,
     Digested,
-    Gather,
+    DigestJob,
+    GatherJob,
     Result,
     Scatter,
     Turn,
     Wipe,
     Zero,
 )
-from kvbus.data.plans import Plan
+from kvbus.data.plans import PreparedPlan
 from kvbus.data.slots import Slots
 from kvbus.geometry import slot_bytes
 from kvbus.memory.run_copy import copy_runs
@@ -38,7 +38,7 @@ class Copying:
     result: Callable[[], Result | None] = lambda: None
 
 
-def copy(asked: Copy, plan: Plan, copiers: Copiers, most: int) -> Copying:
+def copy(asked: Copy, plan: PreparedPlan, copiers: Copiers, most: int) -> Copying:
     def parts() -> Iterable[Part]:
         runs = plan.find(asked.source_tables, asked.target_tables, asked.spans)
         runs.check_sources(plan.extents)
@@ -48,7 +48,7 @@ def copy(asked: Copy, plan: Plan, copiers: Copiers, most: int) -> Copying:
 
 
 def copy_staged(
-    asked: CopyStaged, plan: Plan, slots: Slots, copiers: Copiers, most: int
+    asked: CopyStaged, plan: PreparedPlan, slots: Slots, copiers: Copiers, most: int
 ) -> Copying:
     def parts() -> Iterable[Part]:
         staged, slot_at = plan.staged_plan(asked.index), slots.address(asked.slot)
@@ -69,7 +69,7 @@ def scatter(asked: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> 
     return Copying(asked.turn, memories, lambda: parts)
 
 
-def gather(asked: Gather, memory: LocalMemory, slots: Slots) -> Copying:
+def gather(asked: GatherJob, memory: LocalMemory, slots: Slots) -> Copying:
     def part() -> int:
         memory.check_is_there()
         paged = memory.paged(asked.tile.group)
@@ -93,7 +93,7 @@ def wipe(asked: Wipe, slots: Slots) -> Copying:
     return Copying(WIPES, (), lambda: (partial(slots.wipe, asked.slot),))
 
 
-def digest(asked: Digest, memory: LocalMemory) -> Copying:
+def digest(asked: DigestJob, memory: LocalMemory) -> Copying:
     digests = DigestParts(asked, memory)
     return Copying(asked.turn, (memory,), digests.parts, lambda: Digested(digests=digests.joined()))
 

@@ -61,10 +61,10 @@ NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
     wire.Copy: lambda asked: (plan(asked.plan),),
     wire.CopyStaged: lambda asked: (plan(asked.plan), slots(asked.device)),
     wire.Scatter: lambda asked: (*map(memory, asked.memories), slots(asked.device)),
-    wire.Gather: lambda asked: (memory(asked.memory), slots(asked.device)),
+    wire.GatherJob: lambda asked: (memory(asked.memory), slots(asked.device)),
     wire.Zero: lambda asked: (memory(asked.memory),),
     wire.Wipe: lambda asked: (slots(asked.device),),
-    wire.Digest: lambda asked: (memory(asked.memory),),
+    wire.DigestJob: lambda asked: (memory(asked.memory),),
 }
 """Objects that requests name, in the order in which they are awaited."""
 

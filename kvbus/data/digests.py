@@ -8,7 +8,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvbus.data.memories import LocalMemory
-from kvbus.data.messages import Digest
+from kvbus.data.messages import DigestJob
 from kvbus.geometry import BlockTable, Tile, slot_bytes
 from kvbus.memory.copying import PagedMemory
 from kvbus.planning import chosen_tiles, num_pieces
@@ -18,7 +18,7 @@ PART_BYTES = 8 << 20
 
 
 class DigestParts:
-    def __init__(self, asked: Digest, memory: LocalMemory) -> None:
+    def __init__(self, asked: DigestJob, memory: LocalMemory) -> None:
         self._asked, self._memory = asked, memory
         self._found: dict[int, Digests] = {}
 

@@ -11,7 +11,7 @@ from kvbus.data.copiers import Copiers, CopyJob
 from kvbus.data.copies import Copying
 from kvbus.data.definitions import Definitions
 from kvbus.data.memories import LocalMemory
-from kvbus.data.plans import Plan
+from kvbus.data.plans import PreparedPlan
 from kvbus.data.reads import NixlReads
 from kvbus.data.replies import Background, Replies
 from kvbus.data.scheduler import ReadJob
@@ -52,10 +52,10 @@ class Jobs:
             wire.Copy: self._copy,
             wire.CopyStaged: self._copy_staged,
             wire.Scatter: self._scatter,
-            wire.Gather: self._gather,
+            wire.GatherJob: self._gather,
             wire.Zero: self._zero,
             wire.Wipe: self._wipe,
-            wire.Digest: self._digest,
+            wire.DigestJob: self._digest,
         }
 
     def accept(self, job: wire.Job) -> None:
@@ -77,9 +77,9 @@ class Jobs:
 
     def fail(self, job: wire.Job, error: Exception) -> None:
         """Fail a job without I/O in flight."""
-        self._end(wire.Reply(to=job.id, error=wire.Failure.of(self._replies.to_error(error))))
+        self._end(wire.DataReply(to=job.id, error=wire.Failure.of(self._replies.to_error(error))))
 
-    def _end(self, reply: wire.Reply) -> None:
+    def _end(self, reply: wire.DataReply) -> None:
         self._aborts.pop(reply.to, None)
         self._replies.send(reply)
 
@@ -90,7 +90,7 @@ class Jobs:
     #     main thread    plan 512 runs ─ post ── post ── post ── ...
     #     a thread                       plan the others ─┘
     def _read(self, job: wire.Read) -> None:
-        plan: Plan = self._find(named.plan(job.plan))
+        plan: PreparedPlan = self._find(named.plan(job.plan))
 
         def rows(spans: wire.Spans) -> Reads:
             return plan.find(job.source_tables, job.target_tables, spans).reads()
@@ -104,7 +104,7 @@ class Jobs:
         self._background.start(partial(rows, rest), go_on)
 
     def _read_staged(self, job: wire.ReadStaged) -> None:
-        plan: Plan = self._find(named.plan(job.plan))
+        plan: PreparedPlan = self._find(named.plan(job.plan))
         slots: Slots = self._find(named.slots(job.device))
         slot_at = slots.address(job.slot)
 
@@ -154,12 +154,12 @@ class Jobs:
 
         return go_on
 
-    def _end_read(self, job: wire.Request, read: ReadJob) -> None:
+    def _end_read(self, job: wire.DataRequest, read: ReadJob) -> None:
         error: KVBusError | None = read.error
         if error is None and read.aborted:
             error = _cancelled()
         self._end(
-            wire.Reply(
+            wire.DataReply(
                 to=job.id,
                 error=None if error is None else wire.Failure.of(error),
                 num_bytes=read.num_bytes,
@@ -170,7 +170,7 @@ class Jobs:
     # Copies.
 
     def _copy(self, job: wire.Copy) -> None:
-        plan: Plan = self._find(named.plan(job.plan))
+        plan: PreparedPlan = self._find(named.plan(job.plan))
         if plan.num_runs(job.spans) <= MAX_FEW:
             runs = plan.find(job.source_tables, job.target_tables, job.spans)
             if runs.num_bytes <= SHORT_COPY_BYTES:
@@ -178,17 +178,17 @@ class Jobs:
                 return
         self._start_copy(job, copies.copy(job, plan, self._copiers, self._slice_bytes))
 
-    def _copy_now(self, job: wire.Copy, plan: Plan, runs: Runs) -> None:
+    def _copy_now(self, job: wire.Copy, plan: PreparedPlan, runs: Runs) -> None:
         runs.check_sources(plan.extents)
         began = self._clock()
         copy_runs(runs)
         for memory in plan.local:
             memory.check_is_there()
         seconds = self._clock() - began
-        self._end(wire.Reply(to=job.id, num_bytes=runs.num_bytes, seconds=seconds))
+        self._end(wire.DataReply(to=job.id, num_bytes=runs.num_bytes, seconds=seconds))
 
     def _copy_staged(self, job: wire.CopyStaged) -> None:
-        plan: Plan = self._find(named.plan(job.plan))
+        plan: PreparedPlan = self._find(named.plan(job.plan))
         slots: Slots = self._find(named.slots(job.device))
         most = self._slice_bytes
         self._start_copy(job, copies.copy_staged(job, plan, slots, self._copiers, most))
@@ -197,7 +197,7 @@ class Jobs:
         memories = tuple(map(self._find_local, job.memories))
         self._start_copy(job, copies.scatter(job, memories, self._find(named.slots(job.device))))
 
-    def _gather(self, job: wire.Gather) -> None:
+    def _gather(self, job: wire.GatherJob) -> None:
         memory = self._find_local(job.memory)
         self._start_copy(job, copies.gather(job, memory, self._find(named.slots(job.device))))
 
@@ -207,7 +207,7 @@ class Jobs:
     def _wipe(self, job: wire.Wipe) -> None:
         self._start_copy(job, copies.wipe(job, self._find(named.slots(job.device))))
 
-    def _digest(self, job: wire.Digest) -> None:
+    def _digest(self, job: wire.DigestJob) -> None:
         self._start_copy(job, copies.digest(job, self._find_local(job.memory)))
 
     def _find_local(self, number: int) -> LocalMemory:
@@ -222,7 +222,7 @@ class Jobs:
         self._aborts[job.id] = partial(work.stop, _cancelled())
         self._copiers.start(work)
 
-    def _end_copy(self, job: wire.Request, copying: Copying, work: CopyJob) -> None:
+    def _end_copy(self, job: wire.DataRequest, copying: Copying, work: CopyJob) -> None:
         """Reply, from a thread, once no part runs."""
         error, result = work.error, None
         try:
@@ -233,7 +233,7 @@ class Jobs:
         except Exception as caught:
             error = self._replies.to_error(caught)
         self._end(
-            wire.Reply(
+            wire.DataReply(
                 to=job.id,
                 error=None if error is None else wire.Failure.of(error),
                 num_bytes=work.num_bytes,

@@ -1,7 +1,7 @@
 """Messages between the control process of an agent and its data process.
 
-Each request has an id and gets exactly one `Reply`: a definition when it holds, a job after all of
-its I/O has ended. The data process also sends notices.
+Each request has an id and gets exactly one `DataReply`: a definition when it holds, a job after all
+of its I/O has ended. The data process also sends notices.
 
     control process                       data process
       Configure, OpenSlots      ──▶
@@ -33,11 +33,11 @@ Tables = Mapping[str, BlockTable]
 Spans = Mapping[str, Span]
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class DataRequest(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     id: int = 0
 
 
-class Configure(Request, frozen=True):
+class Configure(DataRequest, frozen=True):
     """First message. ``nixl_name`` is unique to this process."""
 
     nixl_name: str
@@ -45,11 +45,11 @@ class Configure(Request, frozen=True):
     copy_threads: int
 
 
-class OpenNixl(Request, frozen=True):
+class OpenNixl(DataRequest, frozen=True):
     """Create the NIXL agent, once, and register all ``direct`` memory."""
 
 
-class OpenSlots(Request, frozen=True):
+class OpenSlots(DataRequest, frozen=True):
     """Allocate and register ``num_slots`` staging slots on a device. Reply: `SlotsOpened`.
 
     ``device`` is ``host`` or a GPU's UUID. Slots for a GPU are in its memory or in pinned host
@@ -79,7 +79,7 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
     cuda: CudaPart | None = None
 
 
-class AddMemory(Request, frozen=True):
+class AddMemory(DataRequest, frozen=True):
     """Map one rank of an engine of this machine. Reply: `MemoryAdded`.
 
     Descriptors of host segments come with the message, in the order of ``segments``. ``borrowed``
@@ -95,7 +95,7 @@ class AddMemory(Request, frozen=True):
     borrowed: bool = False
 
 
-class AddRemote(Request, frozen=True):
+class AddRemote(DataRequest, frozen=True):
     """Describe one rank at a peer. Without ``addresses`` its blocks are not registered there."""
 
     memory: int
@@ -105,32 +105,32 @@ class AddRemote(Request, frozen=True):
     addresses: dict[str, int]
 
 
-class DiscardMemory(Request, frozen=True):
+class DiscardMemory(DataRequest, frozen=True):
     """Zero the bytes of a memory, at the same addresses. Jobs may be in flight."""
 
     memory: int
 
 
-class RemoveMemory(Request, frozen=True):
+class RemoveMemory(DataRequest, frozen=True):
     """Deregister and unmap a memory that no job names."""
 
     memory: int
 
 
-class AddPeer(Request, frozen=True):
+class AddPeer(DataRequest, frozen=True):
     """Add a peer, or later registrations of a known one, to NIXL."""
 
     peer: str
     metadata: tuple[bytes, ...]
 
 
-class RemovePeer(Request, frozen=True):
+class RemovePeer(DataRequest, frozen=True):
     """Remove a peer from NIXL, once no READ from it is in flight. Later requests for it wait."""
 
     peer: str
 
 
-class AddPlan(Request, frozen=True):
+class AddPlan(DataRequest, frozen=True):
     """Make a plan; ``sources`` and ``targets`` map a rank number to a memory.
 
     With ``slot_bytes`` above 0 the result is a list of staged plans, otherwise one `RunPlan`. Only
@@ -145,34 +145,34 @@ class AddPlan(Request, frozen=True):
     slot_bytes: int = 0
 
 
-class RemovePlan(Request, frozen=True):
+class RemovePlan(DataRequest, frozen=True):
     """Drop a plan that no job names."""
 
     plan: int
 
 
-class Metadata(Request, frozen=True):
+class Metadata(DataRequest, frozen=True):
     """Request what peers need to read these memories and slots. Reply: `MetadataBlobs`."""
 
     memories: tuple[int, ...]
     devices: tuple[str, ...]
 
 
-class DriveProgress(Request, frozen=True):
+class DriveProgress(DataRequest, frozen=True):
     """Drive NIXL as the target of READs, until ``on`` is false."""
 
     on: bool
 
 
-class Ping(Request, frozen=True):
+class Barrier(DataRequest, frozen=True):
     """Reply at once."""
 
 
-class ListListening(Request, frozen=True):
+class ListListening(DataRequest, frozen=True):
     """Request the TCP sockets at which this process listens. Reply: `Listening`."""
 
 
-class Abort(Request, frozen=True):
+class AbortJob(DataRequest, frozen=True):
     """Start no further part of ``job``."""
 
     job: int
@@ -185,7 +185,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
 
 
-class Read(Request, frozen=True):
+class Read(DataRequest, frozen=True):
     """READ from a peer straight into blocks, by a plan."""
 
     plan: int
@@ -195,7 +195,7 @@ class Read(Request, frozen=True):
     priority: int = 0
 
 
-class ReadStaged(Request, frozen=True):
+class ReadStaged(DataRequest, frozen=True):
     """READ positions ``tile`` of staged plan number ``index`` into a slot."""
 
     plan: int
@@ -207,7 +207,7 @@ class ReadStaged(Request, frozen=True):
     priority: int = 0
 
 
-class ReadTile(Request, frozen=True):
+class ReadTile(DataRequest, frozen=True):
     """READ a packed tile from a slot of a peer into a slot here."""
 
     peer: str
@@ -220,7 +220,7 @@ class ReadTile(Request, frozen=True):
     priority: int = 0
 
 
-class Copy(Request, frozen=True):
+class Copy(DataRequest, frozen=True):
     """Copy between mapped memories, by a plan.
 
     Fails with ``transfer_failed`` if a source was truncated or discarded before the end.
@@ -233,7 +233,7 @@ class Copy(Request, frozen=True):
     turn: Turn
 
 
-class CopyStaged(Request, frozen=True):
+class CopyStaged(DataRequest, frozen=True):
     """Copy positions ``tile`` from a slot into blocks, by staged plan number ``index``."""
 
     plan: int
@@ -245,7 +245,7 @@ class CopyStaged(Request, frozen=True):
     turn: Turn
 
 
-class Scatter(Request, frozen=True):
+class Scatter(DataRequest, frozen=True):
     """Copy a packed tile from a slot into the blocks of each memory."""
 
     memories: tuple[int, ...]
@@ -256,7 +256,7 @@ class Scatter(Request, frozen=True):
     turn: Turn
 
 
-class Gather(Request, frozen=True):
+class GatherJob(DataRequest, frozen=True):
     """Copy a tile from blocks into a slot. The reply's ``seconds`` is the copy's duration."""
 
     memory: int
@@ -267,7 +267,7 @@ class Gather(Request, frozen=True):
     turn: Turn
 
 
-class Zero(Request, frozen=True):
+class Zero(DataRequest, frozen=True):
     memory: int
     group: str
     table: BlockTable
@@ -275,12 +275,12 @@ class Zero(Request, frozen=True):
     turn: Turn
 
 
-class Wipe(Request, frozen=True):
+class Wipe(DataRequest, frozen=True):
     device: str
     slot: int
 
 
-class Digest(Request, frozen=True):
+class DigestJob(DataRequest, frozen=True):
     """Digest about one in ``one_in`` pieces of a tile. Reply: `Digested`."""
 
     memory: int
@@ -291,7 +291,9 @@ class Digest(Request, frozen=True):
     turn: Turn
 
 
-Job = Read | ReadStaged | ReadTile | Copy | CopyStaged | Scatter | Gather | Zero | Wipe | Digest
+Job = (
+    Read | ReadStaged | ReadTile | Copy | CopyStaged | Scatter | GatherJob | Zero | Wipe | DigestJob
+)
 ToData = (
     Configure
     | OpenNixl
@@ -306,9 +308,9 @@ ToData = (
     | RemovePlan
     | Metadata
     | DriveProgress
-    | Ping
+    | Barrier
     | ListListening
-    | Abort
+    | AbortJob
     | Job
 )
 
@@ -366,7 +368,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return made
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DataReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to request ``to``.
 
     ``num_bytes`` were moved, even by a failed job. ``undriven`` marks READs that needed no progress
@@ -397,4 +399,4 @@ class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):
     fields: dict[str, str | int | float]
 
 
-FromData = Reply | Cut | Log
+FromData = DataReply | Cut | Log

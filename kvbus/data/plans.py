@@ -16,7 +16,7 @@ Memory = LocalMemory | RemoteMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class PreparedPlan:
     """Plan of READs from ``peer``, or of copies if ``peer`` is empty.
 
     ``runs`` is None for a staged plan. ``extents`` are the local sources.
@@ -77,7 +77,9 @@ def _lacking(error: Exception) -> GeometryError:
     return GeometryError(f"the offer's block tables do not hold its tokens: {error}")
 
 
-def make_plan(added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[int, Memory]) -> Plan:
+def make_plan(
+    added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[int, Memory]
+) -> PreparedPlan:
     """Make a plan, in a thread: up to 100 ms. Raises `GeometryError`, `LocalError`."""
     peers = {one.peer if isinstance(one, RemoteMemory) else "" for one in sources.values()}
     if len(peers) > 1 or any(isinstance(one, RemoteMemory) for one in targets.values()):
@@ -103,7 +105,7 @@ def make_plan(added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[in
         )
         for name in added.groups
     }
-    return Plan(next(iter(peers), ""), runs, staged, tuple(local), extents, strides)
+    return PreparedPlan(next(iter(peers), ""), runs, staged, tuple(local), extents, strides)
 
 
 def _placed(side: Mapping[int, Memory], groups: Container[str]) -> dict[int, PlacedRank]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from kvbus.data.messages import MemoryKind
 from kvbus.data.nixl import Nixl, Registration
-from kvbus.data.scheduler import ReadJob, ReadLimits, ReadScheduler
+from kvbus.data.scheduler import PostLimits, ReadJob, ReadScheduler
 from kvbus.data.slicing import Slices
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.fair import Key
@@ -17,7 +17,7 @@ COPIED_S = 25e-6
 class NixlReads:
     """READs by one NIXL agent. Only the main thread may call it."""
 
-    def __init__(self, agent: Nixl, limits: ReadLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, agent: Nixl, limits: PostLimits, clock: Callable[[], float]) -> None:
         self.agent, self._limits, self._clock = agent, limits, clock
         self._scheduler = ReadScheduler(agent, limits)
         self._moved_at = 0.0

@@ -18,11 +18,11 @@ class Replies:
     def __init__(self, send: Callable[[wire.FromData], object]) -> None:
         self.send = send
 
-    def done(self, message: wire.Request, result: wire.Result | None = None) -> None:
-        self.send(wire.Reply(to=message.id, result=result))
+    def done(self, message: wire.DataRequest, result: wire.Result | None = None) -> None:
+        self.send(wire.DataReply(to=message.id, result=result))
 
-    def fail(self, message: wire.Request, error: Exception) -> None:
-        self.send(wire.Reply(to=message.id, error=wire.Failure.of(self.to_error(error))))
+    def fail(self, message: wire.DataRequest, error: Exception) -> None:
+        self.send(wire.DataReply(to=message.id, error=wire.Failure.of(self.to_error(error))))
 
     def to_error(self, error: Exception) -> KVBusError:
         """Return a kvbus error. Any other error is a defect, and its trace is logged."""

@@ -14,7 +14,7 @@ from kvbus.fair import FairQueue, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadLimits:
+class PostLimits:
     """Limits of posted slices, and pauses between polls.
 
     Measured between two processes on 2 cores, 256 MiB in slices of 8 MiB. Two slices a READ: shared
@@ -83,7 +83,7 @@ class Lane:
 
 
 class ReadScheduler:
-    def __init__(self, agent: Nixl, limits: ReadLimits) -> None:
+    def __init__(self, agent: Nixl, limits: PostLimits) -> None:
         self.agent = agent
         self._limits = limits
         self._lanes: dict[str, Lane] = {}

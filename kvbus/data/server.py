@@ -27,10 +27,10 @@ from kvbus.data.memories import (
 )
 from kvbus.data.metadata import read_metadata
 from kvbus.data.nixl import LoadNixl, OpenNixlAgent, PeerMetadata, Registration
-from kvbus.data.plans import Plan, make_plan
+from kvbus.data.plans import PreparedPlan, make_plan
 from kvbus.data.reads import NixlReads
 from kvbus.data.replies import Background, Replies
-from kvbus.data.scheduler import ReadLimits
+from kvbus.data.scheduler import PostLimits
 from kvbus.data.slots import Slots, allocate_slots, kinds_of_slots
 from kvbus.errors import ErrorCode, KVBusError, LocalError, SegmentError, TransferFailed
 from kvbus.memory.bus_errors import BusErrors
@@ -96,9 +96,9 @@ class DataServer:
             wire.RemovePlan: self._remove_plan,
             wire.Metadata: self._metadata,
             wire.DriveProgress: self._drive_progress,
-            wire.Ping: self._replies.done,
+            wire.Barrier: self._replies.done,
             wire.ListListening: self._list_listening,
-            wire.Abort: self._abort,
+            wire.AbortJob: self._abort,
         }
         self._replies.done(configure)
 
@@ -142,7 +142,7 @@ class DataServer:
                 self._replies.fail(message, error)
                 self._definitions.withdraw(message)
 
-    def _abort(self, message: wire.Abort) -> None:
+    def _abort(self, message: wire.AbortJob) -> None:
         self._jobs.abort(message.job)
         self._replies.done(message)
 
@@ -178,7 +178,7 @@ class DataServer:
 
     def _new_reads(self, open_agent: OpenNixlAgent) -> NixlReads:
         agent = open_agent(self._configure.nixl_name)
-        reads = NixlReads(agent, ReadLimits(slice_bytes=self._configure.slice_bytes), self._clock)
+        reads = NixlReads(agent, PostLimits(slice_bytes=self._configure.slice_bytes), self._clock)
         reads.is_driven = self._is_driven
         for value in self._definitions.values():
             if isinstance(value, LocalMemory | Slots):
@@ -394,7 +394,7 @@ class DataServer:
             self._refuse(message, name, error)
             return
 
-        def then(made: Plan | Exception) -> None:
+        def then(made: PreparedPlan | Exception) -> None:
             if isinstance(made, Exception):
                 self._refuse(message, name, made)
             else:
@@ -408,13 +408,13 @@ class DataServer:
         self._definitions.remove(named.plan(message.plan))
         self._replies.done(message)
 
-    def _refuse(self, message: wire.Request, name: named.Name, caught: Exception) -> None:
+    def _refuse(self, message: wire.DataRequest, name: named.Name, caught: Exception) -> None:
         """Fail a definition, and with it each request that names it."""
         error = self._replies.to_error(caught)
         self._replies.fail(message, error)
         self._definitions.fail(name, error)
 
-    def _end_request(self, message: wire.Request, outcome: Exception | None) -> None:
+    def _end_request(self, message: wire.DataRequest, outcome: Exception | None) -> None:
         if outcome is None:
             self._replies.done(message)
         else:

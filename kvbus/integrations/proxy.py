@@ -58,7 +58,7 @@ class Failed(LocalError):
         self.answer = answer or httpx.Response(status, json={"error": error})
 
 
-class Call:
+class ProxiedRequest:
     """A client's request. ``record`` has the fields of its log line; times in seconds."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,7 +168,7 @@ class Proxy:
         return Response(answer.content, answer.status_code, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, outcome = Call(scope, receive, send), "aborted"
+        call, outcome = ProxiedRequest(scope, receive, send), "aborted"
         try:
             await call.http.body()
             async with anyio.create_task_group() as tasks:
@@ -190,7 +190,7 @@ class Proxy:
         finally:
             log.info("request.ended", outcome=outcome, **call.record, total_s=call.elapsed_s)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: ProxiedRequest) -> None:
         await call.parse()
         if reason := call.why_alone():
             call.record["handover"] = reason
@@ -198,7 +198,7 @@ class Proxy:
         else:
             await self._answer(call, await self._prefilled(call))
 
-    async def _prefilled(self, call: Call) -> Mapping[str, Any]:
+    async def _prefilled(self, call: ProxiedRequest) -> Mapping[str, Any]:
         """Return the ticket; empty if decode must compute the prompt itself."""
         try:
             ticket = await self._ticket(call)
@@ -212,7 +212,7 @@ class Proxy:
         call.record["handover"] = "handed_over" if ticket else "not_offered"
         return {PARAMS: ticket} if ticket else {}
 
-    async def _ticket(self, call: Call) -> Any:
+    async def _ticket(self, call: ProxiedRequest) -> Any:
         async with self._asked("prefill", call, call.for_prefill()) as answer:
             await answer.aread()
         call.record["prefill_s"] = call.elapsed_s
@@ -225,7 +225,7 @@ class Proxy:
                 return ticket if isinstance(ticket, dict) else None
         raise Failed(f"{said} without a completion")
 
-    async def _answer(self, call: Call, params: Mapping[str, Any]) -> None:
+    async def _answer(self, call: ProxiedRequest, params: Mapping[str, Any]) -> None:
         async with self._asked("decode", call, {**call.body, **params}) as theirs:
             await call.start(theirs.status_code, theirs.headers)
             async for chunk in theirs.aiter_raw():
@@ -235,7 +235,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, role: str, call: Call, body: Mapping[str, Any]
+        self, role: str, call: ProxiedRequest, body: Mapping[str, Any]
     ) -> AsyncIterator[httpx.Response]:
         url = call.record[role] = next(self._turns[role])
         given = call.http.headers

@@ -23,7 +23,7 @@ from kvbus.data import nixl_agent
 from kvbus.data.messages import MemoryKind
 from kvbus.data.metadata import read_metadata
 from kvbus.data.nixl import Registration
-from kvbus.data.scheduler import ReadLimits
+from kvbus.data.scheduler import PostLimits
 from kvbus.data.slicing import Rows
 from kvbus.errors import TransferFailed
 from kvbus.lab.process import run_program, serve
@@ -77,7 +77,7 @@ class BareAgent:
     def _progress(self) -> None:
         while self._drives.wait():
             self._agent.progress()
-            time.sleep(ReadLimits().poll_s)
+            time.sleep(PostLimits().poll_s)
 
     def huge_share(self) -> float:
         return huge_bytes(self._address) / self._words.nbytes

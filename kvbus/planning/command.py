@@ -161,7 +161,7 @@ class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     scattered_bytes: int = 0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
+class HandoffPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     """The result of `make_plan`, as ``--json`` prints it; impossible paths are null."""
 
     prefill: PlannedEngine
@@ -177,7 +177,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     slot_bytes: int
 
 
-def make_plan(options: PlanOptions) -> Plan:
+def make_plan(options: PlanOptions) -> HandoffPlan:
     """Plan a handoff; raises `GeometryError` (``incompatible``) and `ConfigError`."""
     first, stop = options.first_token, options.tokens
     if first > stop:
@@ -196,7 +196,7 @@ def make_plan(options: PlanOptions) -> Plan:
     choice = handoff.choose(possible)
     reads = tuple(handoff.reads())
     read_from = {one.prefill_rank for one in reads}
-    return Plan(
+    return HandoffPlan(
         prefill=prefill,
         decode=decode,
         tokens=(first, stop),
@@ -389,7 +389,7 @@ def _scattered_table(group: GroupSpec, span: Span, *, step: float) -> tuple[Bloc
     return BlockTable.of(ids, first_block=first), cache_blocks
 
 
-def _print(plan: Plan, console: Console) -> None:
+def _print(plan: HandoffPlan, console: Console) -> None:
     for name, side in (("from", plan.prefill), ("to  ", plan.decode)):
         groups = "; ".join(map(_group_line, side.engine.groups))
         tp, pp, axes = side.engine.tp_size, side.engine.pp_size, ".".join(side.axes)

@@ -201,7 +201,7 @@ class SimChild:
 
     def _send(self, message: wire.FromData) -> None:
         self._may_die()
-        if isinstance(message, wire.Reply) and self.unanswered.pop(message.to, None) is None:
+        if isinstance(message, wire.DataReply) and self.unanswered.pop(message.to, None) is None:
             self.world.fail(f"{self._process.name}: request {message.to} has a second reply")
         self._tell_control(self._on_message, _from_data.decode(_encode(message)))
         self._may_die()
@@ -306,7 +306,7 @@ class SimData(DataProcess):
     ) -> StartedJob:
         has_returned = has_reply = False
 
-        def check(reply: wire.Reply) -> None:
+        def check(reply: wire.DataReply) -> None:
             nonlocal has_reply
             if has_reply or not has_returned:
                 self._world.fail(f"{self._process.name}: a job was reported twice, or too early")

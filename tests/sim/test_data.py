@@ -141,7 +141,7 @@ class Reader(Side):
             wire.RemovePlan(plan=numbers[1]),
             needs=(there, here),
         )
-        ended: asyncio.Future[wire.Reply] = self.process.loop.create_future()
+        ended: asyncio.Future[wire.DataReply] = self.process.loop.create_future()
         read = wire.Read(plan=numbers[1], **moves(blocks, blocks))
         try:
             job = self.data.start(read, ended.set_result, uses=(plan,))

@@ -162,7 +162,7 @@ class Data:
         self.has_hung_up = False
         self.notices: list[wire.FromData] = []
         self._numbers = itertools.count(1)
-        self.replies: dict[int, wire.Reply] = {}
+        self.replies: dict[int, wire.DataReply] = {}
         self.call(
             wire.Configure(nixl_name=name, slice_bytes=slice_bytes, copy_threads=copy_threads)
         )
@@ -196,7 +196,7 @@ class Data:
         if received is None:
             return False
         message, _ = received
-        if isinstance(message, wire.Reply):
+        if isinstance(message, wire.DataReply):
             assert message.to not in self.replies, "one reply to each request"
             self.replies[message.to] = message
         else:
@@ -209,7 +209,7 @@ class Data:
             pass
         return number in self.replies
 
-    def wait(self, number: int) -> wire.Reply:
+    def wait(self, number: int) -> wire.DataReply:
         self.until(lambda: number in self.replies)
         return self.replies[number]
 
@@ -230,7 +230,7 @@ class Data:
     def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> Any:
         return self.result(self.send(message, fds))
 
-    def do(self, message: wire.ToData) -> wire.Reply:
+    def do(self, message: wire.ToData) -> wire.DataReply:
         """The reply to a request; an error is one."""
         return self.wait(self.send(message))
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from kvbus.data.client import DataProcess, OnExit, OnMessage
-from kvbus.data.messages import Failure, Listening, ListListening, Reply, ToData
+from kvbus.data.messages import DataReply, Failure, Listening, ListListening, ToData
 from kvbus.errors import KVBusError
 
 
@@ -22,10 +22,10 @@ class Played:
         self._sockets, self._errors, self._on_message = sockets, list(errors), on_message
 
     def send(self, message: ToData, _fds: Sequence[int] = ()) -> None:
-        reply = Reply(message.id)
+        reply = DataReply(message.id)
         if isinstance(message, ListListening):
             error = Failure.of(self._errors.pop(0)) if self._errors else None
-            reply = Reply(message.id, error=error, result=Listening(self._sockets))
+            reply = DataReply(message.id, error=error, result=Listening(self._sockets))
         asyncio.get_running_loop().call_soon(self._on_message, reply)
 
     def kill(self) -> None:

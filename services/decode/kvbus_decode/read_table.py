@@ -148,7 +148,7 @@ class Begin(Value, frozen=True):
     done: tuple[int, ...] = ()
 
 
-class Abort(Value, frozen=True):
+class AbortTransfer(Value, frozen=True):
     """Command: begin no further part of the stage. `StageEnded` follows when nothing runs."""
 
     transfer: Transfer
@@ -167,7 +167,7 @@ class ReplaceDataProcess(Value, frozen=True):
     """
 
 
-Command = Begin | Abort | ReleaseSlots | ReplaceDataProcess | ReadEnded
+Command = Begin | AbortTransfer | ReleaseSlots | ReplaceDataProcess | ReadEnded
 Commands = list[Command]
 
 
@@ -270,7 +270,7 @@ def drop(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: fl
 
 def abort(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
     """NIXL cannot cancel a posted READ, and a thread finishes its part."""
-    return [Abort(transfer)]
+    return [AbortTransfer(transfer)]
 
 
 TRANSITIONS = transitions(

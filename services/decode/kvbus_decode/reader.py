@@ -57,7 +57,7 @@ class Reader:
         context = TransferContext(agent, config.lease_s, metrics.digests.values)
         runner = StageRunner(context)
         self._driver.commands |= {
-            ev.Abort: lambda command: runner.abort(command.transfer),
+            ev.AbortTransfer: lambda command: runner.abort(command.transfer),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.ReplaceDataProcess: self._replace_data_process,
         }

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvbus.agent.segments import RankMemory
+from kvbus.agent.segments import RegisteredRank
 from kvbus.agent.slots import DeviceSlots
 from kvbus.data import messages as data
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
@@ -164,7 +164,7 @@ def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
 class ZeroWork:
     stages: ClassVar[tuple[TransferState, ...]] = (COPYING,)
     chunk: Chunk
-    rank: RankMemory
+    rank: RegisteredRank
     group: str
     span: Span
 
@@ -202,7 +202,7 @@ class CompareWork:
         chunk, tile, offer_id = self.chunk, self.tile, self.chunk.ticket.offer_id
         for number in self.share.readers:
             rank = chunk.route.engine.ranks[number]
-            digest = data.Digest(
+            digest = data.DigestJob(
                 memory=rank.defined.number,
                 table=chunk.asked.tables[tile.group],
                 tile=tile,
@@ -223,7 +223,7 @@ class CompareWork:
         left_s = chunk.time_left_s(stage.context.agent.loop.time())
         self.source.ask(message, left_s, partial(self._take, stage, None))
 
-    def _take_reply(self, stage: Stage, rank: int, reply: data.Reply) -> None:
+    def _take_reply(self, stage: Stage, rank: int, reply: data.DataReply) -> None:
         result = reply.result
         if isinstance(result, data.Digested):
             self._take(stage, rank, result)

@@ -64,11 +64,14 @@ class Stage:
         self._outcome: StageEnded | None = None
 
     def start(
-        self, message: wire.Job, *uses: Defined, then: Callable[[wire.Reply], None] | None = None
+        self,
+        message: wire.Job,
+        *uses: Defined,
+        then: Callable[[wire.DataReply], None] | None = None,
     ) -> None:
         """Start a job. Its end calls ``then``, or ends the stage. Raises as `DataProcess.start`."""
 
-        def take(reply: wire.Reply) -> None:
+        def take(reply: wire.DataReply) -> None:
             self._jobs.remove(job)
             try:
                 (then or self._end_with)(reply)
@@ -87,7 +90,7 @@ class Stage:
         data = self.context.agent.data
         boot = data.boot
 
-        def end(reply: wire.Reply) -> None:
+        def end(reply: wire.DataReply) -> None:
             error = reply.failure()
             if data.boot == boot:  # our own data process ended: not the source's fault
                 source.note_read(error, undriven=reply.undriven)
@@ -113,7 +116,7 @@ class Stage:
         for job in self._jobs:
             job.abort()
 
-    def _end_with(self, reply: wire.Reply) -> None:
+    def _end_with(self, reply: wire.DataReply) -> None:
         self.end(error=reply.failure())
 
     def _settle(self) -> None:
@@ -202,7 +205,7 @@ class MappedWork:
         boot = data.boot
         self._check_open()
 
-        def end(reply: wire.Reply) -> None:
+        def end(reply: wire.DataReply) -> None:
             error = self._loss() or reply.failure()
             if error is not None and data.boot == boot:
                 self.plan.source.note_failure(error, "copy")

@@ -11,7 +11,7 @@ import structlog
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import failure
-from kvbus.agent.segments import RankMemory
+from kvbus.agent.segments import RegisteredRank
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Quota
 from kvbus.data import messages as wire
@@ -48,7 +48,7 @@ WIPES_AGAIN_S = 0.1
 
 class Gather(NamedTuple):
     engine: LocalEngine
-    memory: RankMemory
+    memory: RegisteredRank
     group: GroupSpec
 
 
@@ -195,14 +195,14 @@ class Packing:
         asked, work = command.asked, command.asked.work
         device_slots = self._agent.staging.at(asked.slots.device)
 
-        def end(reply: wire.Reply) -> None:
+        def end(reply: wire.DataReply) -> None:
             error = reply.failure()
             if error is None:
                 self._metrics.gather_s.add({"": reply.seconds})
                 self._metrics.packed_bytes.values[()] += asked.num_bytes
             promise(slots.GatherEnded(command.slot_id, error))
 
-        gather = wire.Gather(
+        gather = wire.GatherJob(
             memory=work.memory.number,
             table=asked.pack.table,
             tile=asked.pack.tile,
@@ -219,7 +219,7 @@ class Packing:
         """Wipe a slot, with retries until that succeeds."""
         device_slots = self._agent.staging.at(command.slots.device)
 
-        def end(reply: wire.Reply) -> None:
+        def end(reply: wire.DataReply) -> None:
             if reply.error is None:
                 self._driver.dispatch(slots.WipeEnded(command.slot_id))
             else:
@@ -258,7 +258,7 @@ class Packing:
             if offered_here:
                 self._offers.check_digest(asked, is_state=is_state)
 
-        def end(made: wire.Reply) -> None:
+        def end(made: wire.DataReply) -> None:
             try:
                 if made.error is not None:
                     raise made.error.error()
@@ -270,7 +270,7 @@ class Packing:
                 call.reply(Digests(digests=digests))
 
         check()
-        digest = wire.Digest(
+        digest = wire.DigestJob(
             memory=memory.number,
             table=asked.table,
             tile=tile,
@@ -306,7 +306,7 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
         )
 
 
-def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, GroupSpec]:
+def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, GroupSpec]:
     """Return the memory and the group of a tile. Raises `GeometryError`.
 
     The copy itself refuses positions that the rank does not hold, before any byte moves.

@@ -58,7 +58,7 @@ class SlotLimits:
 Context = AnyContext[SlotLimits]
 
 
-class DeviceSlots(Protocol):
+class SlotDevice(Protocol):
     """Slots of one device by number; equal only to itself."""
 
     @property
@@ -82,7 +82,7 @@ class SlotWanted(Value, frozen=True):
     pack: Pack
     lease: Hashable
     reader: str
-    slots: DeviceSlots
+    slots: SlotDevice
     num_bytes: int
     work: Any
     reply_to: object
@@ -152,7 +152,7 @@ class StartWipe(Value, frozen=True):
 
     slot_id: int
     slot: int
-    slots: DeviceSlots
+    slots: SlotDevice
 
 
 Command = StartGather | StartWipe | SendReply | Refuse
@@ -279,7 +279,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         self.stopped = False
         self._ids = count(1)
         self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
-        self._pools: defaultdict[DeviceSlots, FairPool[int]] = defaultdict(self._new_pool)
+        self._pools: defaultdict[SlotDevice, FairPool[int]] = defaultdict(self._new_pool)
 
     def _new_pool(self) -> FairPool[int]:
         """Return the pool of a device.

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvbus.data.channel import MAX_MESSAGE_FDS, Channel, channel_to_control, channel_to_data
-from kvbus.data.messages import AddPeer, FromData, Ping, Reply, ToData
+from kvbus.data.messages import AddPeer, Barrier, DataReply, FromData, ToData
 from kvbus.errors import ClosedError, ProtocolError
 
 Ends = tuple[Channel[ToData, FromData], Channel[FromData, ToData]]
@@ -52,7 +52,7 @@ def ends() -> Iterator[Ends]:
 @pytest.mark.parametrize("num_bytes", [0, 1, (64 << 10) - 40, 200_000, 4 << 20])
 def test_a_message_of_any_size_arrives_whole_and_in_order(ends: Ends, num_bytes: int) -> None:
     control, data = ends
-    sent: list[ToData] = [AddPeer(id=1, peer="p", metadata=(os.urandom(num_bytes),)), Ping(id=2)]
+    sent: list[ToData] = [AddPeer(id=1, peer="p", metadata=(os.urandom(num_bytes),)), Barrier(id=2)]
     for message in sent:
         control.send(message)
 
@@ -70,8 +70,8 @@ def test_a_message_of_any_size_arrives_whole_and_in_order(ends: Ends, num_bytes:
 def test_descriptors_come_with_their_message_and_are_duplicates(ends: Ends) -> None:
     control, data = ends
     pipes = [os.pipe() for _ in range(70)]
-    control.send(Ping(id=1), [read for read, _ in pipes])
-    control.send(Ping(id=2))
+    control.send(Barrier(id=1), [read for read, _ in pipes])
+    control.send(Barrier(id=2))
     for read, write in pipes:
         os.close(read)
         os.write(write, b"x")
@@ -79,8 +79,8 @@ def test_descriptors_come_with_their_message_and_are_duplicates(ends: Ends) -> N
 
     (first, fds), second = (data.receive() or (None, [])), data.receive()
 
-    assert first == Ping(id=1)
-    assert second == (Ping(id=2), [])
+    assert first == Barrier(id=1)
+    assert second == (Barrier(id=2), [])
     assert [os.read(fd, 2) for fd in fds] == [b"x"] * 70
     for fd in fds:
         os.close(fd)
@@ -96,28 +96,28 @@ def test_descriptors_in_flight_over_process_limit_wait() -> None:
 
 def test_an_end_that_closes_is_found_by_the_other(ends: Ends) -> None:
     control, data = ends
-    data.send(Reply(to=1))
+    data.send(DataReply(to=1))
     data.close()
 
-    assert control.receive() == (Reply(to=1), [])
+    assert control.receive() == (DataReply(to=1), [])
     with pytest.raises(ClosedError):
         control.receive()
     with pytest.raises(ClosedError):
-        control.send(Ping())
+        control.send(Barrier())
 
 
 def test_message_sent_before_close_arrives_despite_unread_one(
     ends: Ends,
 ) -> None:
     control, data = ends
-    control.send(Ping(id=1))
-    data.send(Reply(to=7))
+    control.send(Barrier(id=1))
+    data.send(DataReply(to=7))
     data.close()
 
     arrived = control.receive()
 
     assert arrived is not None
-    assert isinstance(arrived[0], Reply)
+    assert isinstance(arrived[0], DataReply)
     with pytest.raises(ClosedError):
         control.receive()
 
@@ -133,7 +133,7 @@ def test_oversized_message_is_refused_and_backlog_breaks_channel(
     with pytest.raises(ProtocolError):
         control.send(AddPeer(peer="p", metadata=(bytes(1 << 20),)))
     with pytest.raises(ProtocolError):
-        control.send(Ping(), [0] * (MAX_MESSAGE_FDS + 1))
+        control.send(Barrier(), [0] * (MAX_MESSAGE_FDS + 1))
     with pytest.raises(ClosedError, match="has not read"):
         send_many(control, half)
 

@@ -49,7 +49,9 @@ class Memories:
 
     def digests(self, memory: int, side: Side, tile: Tile, **sample: Any) -> list[int]:
         table = side.tables[tile.group]
-        asked = wire.Digest(memory=memory, table=table, tile=tile, turn=wire.Turn("turn"), **sample)
+        asked = wire.DigestJob(
+            memory=memory, table=table, tile=tile, turn=wire.Turn("turn"), **sample
+        )
         found: list[int] = np.frombuffer(self._data.call(asked).digests, "<u8").tolist()
         return found
 

@@ -38,7 +38,7 @@ def test_process_ends_when_channel_closes_despite_endless_read(
     assert pair.can_read()
     pair.holder.stop()
     pair.read_all()
-    pair.reader.call(wire.Ping())
+    pair.reader.call(wire.Barrier())
 
     pair.reader.channel.close()
 
@@ -83,14 +83,14 @@ def test_signals_that_end_an_agent_leave_it_running(start: Start) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         data.process.send_signal(number)
 
-    assert data.call(wire.Ping()) is None
+    assert data.call(wire.Barrier()) is None
 
 
 def test_defect_ends_process_with_trace_in_log_and_on_stderr(start: Start, folder: Path) -> None:
     with (folder / "stderr").open("wb") as stderr:
         data: Data = start(stderr=stderr)
 
-        data.channel.send(wire.Ping())
+        data.channel.send(wire.Barrier())
         data.send_raw(b"\0\x01")
         status = data.process.wait(WITHIN_S)
         while data.receive():
@@ -108,12 +108,12 @@ def test_nothing_lands_after_it_was_killed(make_pair: MakePair) -> None:
     assert pair.can_read()
     pair.holder.stop()
     pair.read_all()
-    pair.reader.call(wire.Ping())
+    pair.reader.call(wire.Barrier())
 
     pair.reader.end()
     pair.ours.content[:] = CANARY
     pair.holder.go_on()
-    answered = pair.holder.send(wire.Ping())
+    answered = pair.holder.send(wire.Barrier())
     pair.holder.until(lambda: answered in pair.holder.replies or pair.holder.has_hung_up)
 
     assert bool(np.all(pair.ours.content == CANARY))

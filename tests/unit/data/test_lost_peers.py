@@ -22,7 +22,7 @@ def stopped(make_pair: MakePair) -> tuple[Pair, int]:
     pair.holder.stop()
     number = pair.reader.read(1, range(NUM_BLOCKS), range(NUM_BLOCKS))
     for _ in range(PINGS):
-        pair.reader.call(wire.Ping())  # so it is posted
+        pair.reader.call(wire.Barrier())  # so it is posted
     return pair, number
 
 
@@ -40,9 +40,9 @@ def test_stopped_peer_keeps_its_read_in_flight_and_delays_no_job(
     with pytest.raises(LocalError) as memory_back:
         reader.call(wire.RemoveMemory(memory=1))
     removal = reader.send(wire.RemovePeer(peer="holder"))
-    reader.call(wire.Abort(job=number))
+    reader.call(wire.AbortJob(job=number))
     for _ in range(PINGS):
-        reader.call(wire.Ping())
+        reader.call(wire.Barrier())
     was_over = reader.has_ended(number), reader.has_ended(removal)
     pair.holder.go_on()
     reply = reader.wait(number)
@@ -95,7 +95,7 @@ def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: tuple[Pai
         reader.call(wire.AddPeer(peer="holder", metadata=(without_key(blob),)))
     pair.holder.go_on()
     for _ in range(PINGS):
-        reader.call(wire.Ping())
+        reader.call(wire.Barrier())
     with pytest.raises(LocalError, match="a handle still writes") as memory_back:
         reader.call(wire.RemoveMemory(memory=1))
 
@@ -128,7 +128,7 @@ def test_progress_is_driven_on_demand_only(make_pair: MakePair) -> None:
 
     number = pair.reader.read(1, [7], [7])
     for _ in range(300):
-        pair.reader.call(wire.Ping())
+        pair.reader.call(wire.Barrier())
     was_over, idle_s = pair.reader.has_ended(number), pair.holder.cpu_s() - idle_s
     pair.holder.call(wire.DriveProgress(on=True))
 

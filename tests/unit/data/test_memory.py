@@ -41,7 +41,7 @@ def test_copy_from_truncated_memory_fails_and_is_reported_once(
     assert {error.code for error in errors if error} == {ErrorCode.TRANSFER_FAILED}
     assert all(errors)
     assert one.notices == [wire.Cut(1, "kv")]
-    assert one.call(wire.Ping()) is None
+    assert one.call(wire.Barrier()) is None
 
 
 def test_a_holder_whose_memory_is_truncated_lives_and_reports_it(make_pair: MakePair) -> None:
@@ -51,7 +51,7 @@ def test_a_holder_whose_memory_is_truncated_lives_and_reports_it(make_pair: Make
 
     cut(pair.theirs)
     pair.reader.wait(pair.read_all())
-    pair.holder.call(wire.Ping())
+    pair.holder.call(wire.Barrier())
 
     assert wire.Cut(1, "kv") in pair.holder.notices
     assert pair.holder.notices.count(wire.Cut(1, "kv")) == 1

@@ -44,7 +44,7 @@ def test_a_tile_is_gathered_read_and_scattered_into_each_memory(
     source, target = BlockTable.of([9, 3, 5]), BlockTable.of([0, 1, 40])
 
     gathered = holder.do(
-        wire.Gather(memory=1, table=source, tile=tile(3), device=HOST, slot=2, turn=TURN)
+        wire.GatherJob(memory=1, table=source, tile=tile(3), device=HOST, slot=2, turn=TURN)
     )
     reader.call(wire.AddPeer(peer="holder", metadata=blobs))
     read = reader.do(
@@ -101,7 +101,7 @@ def test_positions_and_slots_are_zeroed(one: Data, memory: MakeMemory) -> None:
         "turn": TURN,
     }
 
-    one.call(wire.Gather(table=table, **in_slot))
+    one.call(wire.GatherJob(table=table, **in_slot))
     one.call(wire.Zero(memory=1, group=GROUP, table=table, span=(2, 5), turn=TURN))
     zeroed = flat.blocks.copy()
     one.call(wire.Wipe(device=HOST, slot=0))
@@ -119,7 +119,7 @@ def test_digests_of_equal_bytes_are_equal_and_of_others_not(one: Data, memory: M
     found = []
     for number, flat in enumerate(flats):
         one.add(number, flat, direct=False)
-        digest = wire.Digest(
+        digest = wire.DigestJob(
             memory=number,
             table=BlockTable.of(range(64)),
             tile=tile(64),
@@ -138,7 +138,7 @@ def test_digests_of_equal_bytes_are_equal_and_of_others_not(one: Data, memory: M
 def test_a_slot_that_is_not_there_is_refused(one: Data, memory: MakeMemory, slot: int) -> None:
     one.add(1, memory(1, BLOCK_BYTES), direct=False)
     open_slots(one)
-    gather = wire.Gather(
+    gather = wire.GatherJob(
         memory=1, table=BlockTable.of([0]), tile=tile(1), device=HOST, slot=slot, turn=TURN
     )
 
@@ -240,8 +240,8 @@ def test_a_job_that_is_aborted_while_it_waits_ends_at_once(one: Data, memory: Ma
         one.send(add_plan(3, 1, 2)),
         one.copy(3, range(256), range(256)),
     ]
-    abort = one.send(wire.Abort(job=numbers[-1]))
-    again = one.send(wire.Abort(job=numbers[-1]))
+    abort = one.send(wire.AbortJob(job=numbers[-1]))
+    again = one.send(wire.AbortJob(job=numbers[-1]))
     one.go_on()
 
     assert one.wait(abort).error is one.wait(again).error is None
@@ -259,7 +259,7 @@ def test_a_copy_that_is_aborted_ends_between_two_parts(one: Data, memory: MakeMe
     one.call(add_plan(3, 1, 2))
 
     number = one.copy(3, range(512), range(512))
-    one.call(wire.Abort(job=number))
+    one.call(wire.AbortJob(job=number))
     ended = one.wait(number)
 
     assert ended.num_bytes % MIB == 0

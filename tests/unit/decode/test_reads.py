@@ -128,7 +128,7 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
             case ev.Begin():
                 back = "".join(f" giving {slot_id}" for slot_id in command.done)
                 words.append(f"{NAMES[command.stage]} {of.transfers.index(command.transfer)}{back}")
-            case ev.Abort():
+            case ev.AbortTransfer():
                 words.append(f"abort {of.transfers.index(command.transfer)}")
     return [word.strip() for word in words]
 

@@ -13,7 +13,7 @@ import torch
 
 from kvbus.data import messages as wire
 from kvbus.data.child import spawner
-from kvbus.data.client import Child
+from kvbus.data.client import DataProcessHandle
 from kvbus.engine import Connection
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import lay_out_rank
@@ -38,7 +38,7 @@ class Starts:
     def _spawner(self, loop: Any) -> Any:
         real = spawner(loop)
 
-        def spawn(*arguments: Any) -> Child:
+        def spawn(*arguments: Any) -> DataProcessHandle:
             if not self.is_possible:
                 raise OSError(11, "out of processes")
             return real(*arguments)
