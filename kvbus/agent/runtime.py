@@ -202,24 +202,12 @@ class Runtime:
         """Return once requests are answered. Raises `KVBusError`."""
         loop, metrics, reception = asyncio.get_running_loop(), AgentMetrics(), Reception()
         access, bus_errors = access or Access(), bus_errors or BusErrors()
-        attach = AttachServer(
-            config.attach_path,
-            reception.on_message,
-            reception.on_closed,
-            on_refusal=Refusals(metrics).of_attach,
-            max_connections=MAX_ENGINE_PROCESSES,
-        )
+        attach = _attach_server(config, reception, metrics)
         await tasks.start(attach.serve)  # first: its lock covers the engine socket
         access.start(context, tasks, metrics)
         sockets = Sockets.bind(config, boot, context=context, access=access, metrics=metrics)
         identity = _identity(role, config, sockets, access.server_key)
-        staging = StagingDevices(
-            data,
-            staging_bytes=config.staging_bytes,
-            slot_bytes=config.slot_bytes,
-            only=config.exposure == "staging",
-            nic_reads_gpu=has_rdma(interfaces),
-        )
+        staging = _staging(config, data, interfaces)
         engines = EngineDirectory(
             data=data,
             staging=staging,
@@ -451,6 +439,28 @@ def _start_sender(config: AgentConfig, identity: Welcome, tasks: TaskGroup) -> "
 
 def _log_data(line: Log) -> None:
     getattr(log, line.level)(line.event, process="data", **line.fields)
+
+
+def _attach_server(
+    config: AgentConfig, reception: Reception, metrics: AgentMetrics
+) -> AttachServer:
+    return AttachServer(
+        config.attach_path,
+        reception.on_message,
+        reception.on_closed,
+        on_refusal=Refusals(metrics).of_attach,
+        max_connections=MAX_ENGINE_PROCESSES,
+    )
+
+
+def _staging(config: AgentConfig, data: DataProcess, interfaces: tuple[str, ...]) -> StagingDevices:
+    return StagingDevices(
+        data,
+        staging_bytes=config.staging_bytes,
+        slot_bytes=config.slot_bytes,
+        only=config.exposure == "staging",
+        nic_reads_gpu=has_rdma(interfaces),
+    )
 
 
 def _is_before(loop: asyncio.AbstractEventLoop, when: float) -> bool:
