@@ -285,10 +285,10 @@ def _handshake(peer: AskedAgent, reader: AskedAgent) -> Finding:
             "have more."
         )
     elif view.num_routes:
-        listed = "listed and warm, " if view.warm else ""
+        listed = "listed and connected, " if view.connected else ""
         severity, found = OK, f"{listed}routes known: {view.num_routes}"
     elif view.listed:
-        found = "listed, not warm: no two engines that fit are there yet"
+        found = "listed, not connected: no two engines that fit are there yet"
     else:
         found = f"not listed; no engine of {reader.name} has a route to it now"
     return _finding(peer, "handshake", severity, found, why, fix)

@@ -367,10 +367,10 @@ class Fetches(RequestRetrier[Fetch]):
 
     def _end(self, fetch: Fetch, ended: Fetched, error: KVBusError) -> None:
         """End it; the blocks are free unless an agent may write into them."""
-        is_in_doubt = fetch.is_repeated and self._has_others
+        is_unconfirmed = fetch.is_repeated and self._has_others
         is_known = fetch in self._away or self._fetches.get(fetch.fetch_id) is fetch
-        fetch.end(replace(ended, blocks_free=not (is_in_doubt or is_known)))
-        if is_in_doubt and not is_known:
+        fetch.end(replace(ended, blocks_free=not (is_unconfirmed or is_known)))
+        if is_unconfirmed and not is_known:
             fetch.free(error)
 
     def _free(self, fetch_id: str) -> None:

@@ -48,12 +48,12 @@ class PeerView(msgspec.Struct, frozen=True):
     """Roles that the agent trusts ``key`` with."""
     listed: bool = False
     """Whether ``peer`` is in the configuration of a decode agent."""
-    warm: bool = False
+    connected: bool = False
     """Whether that peer is ready for the first fetch."""
     num_routes: Size = 0
     """Number of routes from engines of ``peer``, created by handshakes."""
     problem: Text = ""
-    """Reason why it is not warm, or why the last handshake failed; for people."""
+    """Reason why it is not connected, or why the last handshake failed; for people."""
 
 
 class Sharing(msgspec.Struct, frozen=True):

@@ -31,13 +31,13 @@ from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.observe import READINGS, DecodeMetrics, FetchHistories, log_fetched, log_retry
 from kvbus_decode.parts import Part, PartClient, PartServer
-from kvbus_decode.paths import CostBook, PathChooser, ahead_of
+from kvbus_decode.paths import CostBook, PathChooser, speculative_read_of
 from kvbus_decode.peers import PeerDirectory
+from kvbus_decode.preconnect import PeerPreconnector
 from kvbus_decode.reader import Reader
 from kvbus_decode.remote_agent import PeerAddress
 from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
-from kvbus_decode.warm import WarmPeers
 
 log = structlog.get_logger()
 
@@ -63,8 +63,8 @@ class DecodeService(Service):
         self._leases = leases = LeaseClient(
             agent, config, peers, self.routes, tickets=self._tickets, dispatch=self._dispatch
         )
-        self._warm = WarmPeers(agent, config, peers, self.routes)
-        peers.on_lost, peers.on_found = leases.lose, self._warm.see_news
+        self._preconnector = PeerPreconnector(agent, config, peers, self.routes)
+        peers.on_lost, peers.on_found = leases.lose, self._preconnector.see_news
         peers.on_offer, peers.on_missed = leases.see_event, leases.see_gap
         histories = FetchHistories(self._table, self._reader.story_of)
         super().__init__(agent, self._table, driver, histories)
@@ -88,7 +88,7 @@ class DecodeService(Service):
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        self._warm.start()
+        self._preconnector.start()
 
     def engine_handlers(self) -> Handlers:
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
@@ -101,7 +101,7 @@ class DecodeService(Service):
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        self._warm.see_engine()
+        self._preconnector.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self._dispatch(EngineLost(engine.engine_id))
@@ -139,7 +139,7 @@ class DecodeService(Service):
         return self._peers.silent()
 
     def view(self, endpoint: str) -> PeerView:
-        listed = self._warm.view(endpoint)
+        listed = self._preconnector.view(endpoint)
         return structs.replace(
             listed,
             num_routes=self.routes.num_from(endpoint),
@@ -207,12 +207,12 @@ class DecodeService(Service):
         route = self.routes.find(ticket, engine) if requested.has_ticket else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
-            ahead = ahead_of(requested, route, choice) if choice else None
+            speculative = speculative_read_of(requested, route, choice) if choice else None
             resources.route, resources.choice = route, choice
             requested = structs.replace(
                 requested,
                 has_route=True,
-                ahead=ahead,
+                speculative=speculative,
                 boot=route.home.agent_boot,
                 elsewhere=route.elsewhere,
                 nixl_agent=route.home.nixl_agent,
@@ -290,8 +290,8 @@ class DecodeService(Service):
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._peers),
             "silent_peers": len(self._peers.silent()),
-            "listed_peers": self._warm.num_listed,
-            "warm_peers": self._warm.num_warm,
+            "listed_peers": self._preconnector.num_listed,
+            "connected_peers": self._preconnector.num_connected,
             "engines": len(self._agent.engines.engines),
             "mapped_bytes": self._borrower.num_bytes,
         }

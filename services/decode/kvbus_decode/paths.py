@@ -16,7 +16,7 @@ from kvbus.planning import (
 from kvbus.protocol.tools import Cost, Predicted
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch.events import Ahead, Requested
+from kvbus_decode.fetch.events import Requested, SpeculativeRead
 from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 
@@ -113,7 +113,9 @@ class PathChooser:
         return min([*slots, self._staging.slot_bytes] if self._staging.packs else slots)
 
 
-def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | None:
+def speculative_read_of(
+    requested: Requested, route: Route, choice: PathChoice
+) -> SpeculativeRead | None:
     """Return what the fetch can read before it has a lease, or None if it must acquire first.
 
     A tile is packed under an epoch. Agents without the lease drive their part of a read only on
@@ -127,7 +129,7 @@ def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | 
     # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
     # (CMA) makes it.
     is_copied = choice.path is Path.MAPPED or route.home.is_undriven
-    return Ahead(requested.ticket.tables(), acquires=not is_copied)
+    return SpeculativeRead(requested.ticket.tables(), acquires=not is_copied)
 
 
 def _names_all(requested: Requested) -> bool:

@@ -202,7 +202,7 @@ def were_ahead(engines: Pair) -> list[bool]:
         assert bool(params["ticket"]["blocks"]) != bool(params["ticket"]["signature"])
         assert engines.decode.answer(prompt, 2, params).num_computed == 1
         lines += engines.agents.all[1].says("handoff.completed", request_id=name)
-    return [line["ahead"] for line in lines[1:]]
+    return [line["speculative"] for line in lines[1:]]
 
 
 def test_ticket_blocks_are_read_before_lease_signed_names_none(

@@ -20,7 +20,7 @@ NUM_TOKENS = 16 * 3 + 5
 def how(decode: AgentProcess, handoff: Handoff) -> tuple[bool, bool]:
     """Whether it was read ahead, and whether there was a lease."""
     (line,) = decode.says("handoff.completed", fetch_id=handoff.fetch.fetch_id)
-    return line["ahead"], line["leased"]
+    return line["speculative"], line["leased"]
 
 
 @asynccontextmanager

@@ -90,7 +90,7 @@ async def test_ticket_of_either_key_is_read_ahead_other_blocks_refused(
     assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
     assert unchanged
     (line,) = site[1].says("handoff.completed", fetch_id=fetch.fetch_id)
-    assert line["ahead"]
+    assert line["speculative"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ async def test_a_pair_that_is_warm_is_ok_and_looked_at_from_both_sides(fresh: Ag
     decode = fresh.prepare("decode", peers=[prefill.settings["peer_bind"]], mapped=True)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach):
-        await until(lambda: decode.metric("warm_peers") == 1)
+        await until(lambda: decode.metric("connected_peers") == 1)
 
         alone = await look_at("--peer", prefill.peer)
         found = await look_at_pair(prefill, decode)
@@ -41,7 +41,7 @@ async def test_a_pair_that_is_warm_is_ok_and_looked_at_from_both_sides(fresh: Ag
     of_both = ("from", "reader_faults", "roles", "keys", "handshake")
     assert severities(alone) == dict.fromkeys(of_one, "ok")
     assert severities(found) == dict.fromkeys(of_one + of_both, "ok")
-    assert found["handshake"]["found"] == "listed and warm, routes known: 1"
+    assert found["handshake"]["found"] == "listed and connected, routes known: 1"
     assert found["one_machine"]["found"].endswith("its memory can be mapped")
 
 

@@ -37,10 +37,10 @@ prefill, decode = partial(of, "prefill"), partial(of, "decode")
 @pytest.mark.parametrize(
     ("view", "severity", "said"),
     [
-        ({"num_routes": 2, "listed": True, "warm": True}, "ok", "warm, routes known: 2"),
+        ({"num_routes": 2, "listed": True, "connected": True}, "ok", "connected, routes known: 2"),
         ({"problem": "no key"}, "error", "failed: no key"),
         ({"problem": "no key", "num_routes": 1}, "warning", "failed: no key"),
-        ({"listed": True}, "note", "listed, not warm"),
+        ({"listed": True}, "note", "listed, not connected"),
         ({}, "note", "not listed; no engine"),
     ],
 )

@@ -45,7 +45,7 @@ from kvbus.table.events import (
 )
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchLimits, FetchState
-from kvbus_decode.fetch.events import Ahead
+from kvbus_decode.fetch.events import SpeculativeRead
 from kvbus_decode.fetch.table import FetchTable
 from tests.support.examples import num_examples
 
@@ -284,10 +284,10 @@ def commands_of(kind: type[Any], *steps: Step, last: ev.Event, now: float = 0.0)
 
 
 TABLES = {"full": BlockTable.of([100, 101, 102, 103])}
-ALONE = known(ahead=Ahead(TABLES, acquires=False))
-BESIDE = known(ahead=Ahead(TABLES, acquires=True))
+ALONE = known(speculative=SpeculativeRead(TABLES, acquires=False))
+BESIDE = known(speculative=SpeculativeRead(TABLES, acquires=True))
 STATE = requested(has_state=True)
-PLACE = FetchLimits(num_places=1, patience_s=1.0)
+PLACE = FetchLimits(num_places=1, place_timeout_s=1.0)
 LATE: list[ev.Event] = [
     *(renew_failed(TIMEOUT), renew_failed(STALE), grant(32, after=32), grant(32, after=8))
 ]
@@ -440,7 +440,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease granted to a fetch that drains goes back when it has drained":
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
     "an engine that has all tokens commits the offer without a read or a lease":
-        [(0, known(ahead=Ahead(TABLES, acquires=True), first_token=32),
+        [(0, known(speculative=SpeculativeRead(TABLES, acquires=True), first_token=32),
           ["hold", "commit with blocks"])],
     # whose turn it is
     "a fetch beyond the bound holds its peer and acquires nothing":
@@ -669,7 +669,7 @@ SITUATIONS: dict[str, list[Step]] = {
     "acquiring": [known()],
     "waiting": WAITING,
     "reading": READING,
-    "ahead": [BESIDE],
+    "speculative": [BESIDE],
     "committing": ASKED,
     "spread": SPREAD,
     "for others": WAITS,
@@ -778,7 +778,7 @@ def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_
 
 
 def test_requests_name_their_blocks_ticket_and_token() -> None:
-    ahead = commands_of(ev.ReadChunk, last=ALONE)
+    speculative = commands_of(ev.ReadChunk, last=ALONE)
     commit = commands_of(Commit, ALONE, last=READ)
     under_lease = commands_of(Commit, *READING, last=READ)
     first = commands_of(ev.ReadChunk, requested(), READY, last=grant(8))
@@ -788,7 +788,7 @@ def test_requests_name_their_blocks_ticket_and_token() -> None:
     acquire = commands_of(Acquire, awaiting(), MET, last=READY)
     release = commands_of(Release, requested(), READY, CANCEL, last=grant(epoch=4))
 
-    assert ahead.tables == commit.message.tables == TABLES
+    assert speculative.tables == commit.message.tables == TABLES
     assert under_lease.message.tables is None, "what was read is what the lease named"
     assert (first.tables, renew.message.known_blocks) == (blocks(8), {"full": 1})
     assert renew.message.nixl_agent == commit_from.message.nixl_agent == "data 0"
@@ -827,7 +827,7 @@ def test_report_adds_up_chunks_and_time_of_each_stage() -> None:
     for first, flags in ((ALONE, (True, False)), (BESIDE, (True, True)), (known(), (False, True))):
         granted = [] if first is ALONE else [grant()]
         end = commands_of(ev.ReportFetched, first, *granted, READ, last=YES)
-        assert (end.requested.ahead is not None, end.leased) == flags
+        assert (end.requested.speculative is not None, end.leased) == flags
 
 
 def test_a_retired_fetch_keeps_no_resources_and_no_tables_alive() -> None:
@@ -835,7 +835,7 @@ def test_a_retired_fetch_keeps_no_resources_and_no_tables_alive() -> None:
 
     (retired,) = table.retired.values()
     assert retired.requested.resources is None
-    assert retired.requested.ahead is None
+    assert retired.requested.speculative is None
 
 
 class Peers:
@@ -987,13 +987,15 @@ ALTERED = {"full": BlockTable.of([7, 101, 102, 103])}
 @settings(max_examples=num_examples(1200), deadline=None)
 @given(st.data())
 def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObject) -> None:
-    ahead = data.draw(
-        st.sampled_from([None, Ahead(TABLES, acquires=True), Ahead(ALTERED, acquires=False)])
+    speculative = data.draw(
+        st.sampled_from(
+            [None, SpeculativeRead(TABLES, acquires=True), SpeculativeRead(ALTERED, acquires=False)]
+        )
     )
     first = requested(chunk_tokens=data.draw(st.sampled_from([0, 8])), boot="boot 0")
-    if ahead is not None:
-        first = known(ahead=ahead, boot="boot 0", nixl_agent="data 0")
-    peers = Peers(data, first, num_ready=8 if ahead is None else 32)
+    if speculative is not None:
+        first = known(speculative=speculative, boot="boot 0", nixl_agent="data 0")
+    peers = Peers(data, first, num_ready=8 if speculative is None else 32)
     for _ in range(data.draw(st.integers(0, 40))):
         peers.go_on()
     peers.pass_time(100.0)

@@ -18,7 +18,7 @@ from kvbus.errors import TransferFailed
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.mapped import Extent
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
-from kvbus_decode.warm import WarmPeers
+from kvbus_decode.preconnect import PeerPreconnector
 from tests.support.agents import until
 from tests.support.data_process import Data, FlatMemory
 from tests.support.engines import engine, works
@@ -40,7 +40,7 @@ class Broken:
 @asynccontextmanager
 async def listing(
     *peers: str, broken: Broken | None = None, **keys: Any
-) -> AsyncIterator[WarmPeers]:
+) -> AsyncIterator[PeerPreconnector]:
     """These agents; none of them can be met."""
     bind = "tcp://127.0.0.1:0"
     keys |= {"agent_id": "decode-0", "peer_bind": bind, "events_bind": bind}
@@ -49,7 +49,7 @@ async def listing(
         agent: Any = SimpleNamespace(tasks=tasks, loop=asyncio.get_running_loop())
         directory: Any = broken or Broken()
         nothing: Any = None
-        warm = WarmPeers(agent, config, directory, nothing)
+        warm = PeerPreconnector(agent, config, directory, nothing)
         warm.start()
         yield warm
         tasks.cancel_scope.cancel()
@@ -61,14 +61,14 @@ async def test_defect_of_warming_keeps_only_its_own_agent_cold() -> None:
         await until(lambda: peers.view("tcp://10.0.0.1:1").problem)
 
     assert "ZeroDivisionError" in peers.view("tcp://10.0.0.1:1").problem
-    assert peers.num_warm == 0
+    assert peers.num_connected == 0
 
 
 @pytest.mark.anyio
 async def test_agent_failing_to_meet_is_asked_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.02)
+    monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.02)
     broken = Broken()
     async with listing("tcp://10.0.0.1:1", broken=broken):
         await until(lambda: len(broken.asked_at) == 5)
@@ -81,7 +81,7 @@ async def test_agent_failing_to_meet_is_asked_less_and_less_often(
 async def test_agent_refusing_early_meeting_keeps_routes_of_fetches(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
+    monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.05)
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p") as source:
@@ -103,7 +103,7 @@ async def test_agent_refusing_early_meeting_keeps_routes_of_fetches(
 async def test_moved_listed_agent_is_met_at_new_address_of_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
+    monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.05)
     told = ["127.0.0.9"]
     monkeypatch.setattr("kvbus.bus.connection.look_up_all", lambda _: told)
     (folder / "p").mkdir(mode=0o700)

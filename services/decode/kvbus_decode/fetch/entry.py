@@ -68,14 +68,14 @@ LEASED = (FetchState.ACQUIRING, FetchState.WAITING, FetchState.READING)
 class FetchLimits:
     """Limits of the table; durations in seconds.
 
-    ``max_fetches`` includes draining ones. A place is released after ``patience_s``. A read without
-    a lease sends `Acquire` after ``acquire_after_s``. ``commit_grace_s`` extends the deadline of a
-    `Commit`.
+    ``max_fetches`` includes draining ones. A place is released after ``place_timeout_s``. A read
+    without a lease sends `Acquire` after ``acquire_after_s``. ``commit_grace_s`` extends the
+    deadline of a `Commit`.
     """
 
     max_fetches: int = 4096
     num_places: int = 32
-    patience_s: float = 1.0
+    place_timeout_s: float = 1.0
     max_retired_bytes: int = 32 << 20
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
@@ -100,8 +100,8 @@ class FetchEntry:
 
     The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``:
     memory and data processes at other agents. The tokens that count came from ``nixl_agent``, empty
-    if NIXL read none. ``num_ready`` and ``sealed`` come from the last grant, or while ``in_doubt``
-    from the ticket. ``others_read`` is set while parts of other
+    if NIXL read none. ``num_ready`` and ``sealed`` come from the last grant, or while
+    ``is_speculative`` from the ticket. ``others_read`` is set while parts of other
     agents are in flight.
     """
 
@@ -124,7 +124,7 @@ class FetchEntry:
     tables: dict[str, BlockTable] = field(default_factory=dict)
     num_ready: int = 0
     sealed: bool = False
-    in_doubt: bool = False
+    is_speculative: bool = False
     num_read: int = 0
     last_was_read: bool = False
     attempts: int = 1
@@ -231,7 +231,7 @@ class FetchEntry:
             ticket=replace(requested.ticket, blocks=""),
             reply_to=None,
             resources=None,
-            ahead=None,
+            speculative=None,
         )
 
     def enter(self, state: FetchState, now: float) -> None:
@@ -251,7 +251,7 @@ class FetchEntry:
         self.receive(sent_at, granted)
         if before is not None and before.epoch != granted.epoch:
             raise _taken_back("lease epoch", before.epoch, granted.epoch)
-        if self.in_doubt and not granted.sealed:
+        if self.is_speculative and not granted.sealed:
             return
         if granted.num_tokens < self.num_ready:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
@@ -268,10 +268,10 @@ class FetchEntry:
         if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
             raise LocalError(message, num_tokens=granted.num_tokens)
-        if self.in_doubt:
+        if self.is_speculative:
             if granted.tables != self.tables:
                 raise _other_blocks()
-            self.in_doubt = False
+            self.is_speculative = False
         else:
             for group, more in granted.tables.items():
                 known = self.tables.get(group)
@@ -286,12 +286,12 @@ class FetchEntry:
     def drop_attempt(self) -> None:
         """Drop the attempt's state; keep its tokens unless only the ticket named their blocks."""
         self.question, self.held, self.refresh_needed = None, None, False
-        self.requested = replace(self.requested, has_route=False, ahead=None)
+        self.requested = replace(self.requested, has_route=False, speculative=None)
         if self.unconfirmed:
             return
         self.tables = {}
-        if self.in_doubt:
-            self.in_doubt = self.sealed = False
+        if self.is_speculative:
+            self.is_speculative = self.sealed = False
             self.num_ready = 0
             self.read_again()
 

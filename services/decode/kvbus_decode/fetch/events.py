@@ -47,7 +47,7 @@ from kvbus.table.events import (
 # are compared with those of the first grant after the seal, or by the `Commit`. A `Commit` before
 # the seal is refused, and sent again.
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class SpeculativeRead:
     """Block tables of an offer, from its ticket, for a read without a lease.
 
     With ``acquires`` the `Acquire` is sent beside the read; otherwise only if the read takes long.
@@ -83,7 +83,7 @@ class Requested(Value, frozen=True):
     boot: str = ""
     elsewhere: tuple[str, ...] = ()
     nixl_agent: str = ""
-    ahead: Ahead | None = None
+    speculative: SpeculativeRead | None = None
 
     @property
     def has_ticket(self) -> bool:

@@ -34,7 +34,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # Places limit how many fetches begin. A fetch releases its place
     #   - when it ends, though its blocks may still drain;
     #   - when it waits for an offer that grows or has another reader;
-    #   - after `patience_s`, as its prefill agent may be stopped.
+    #   - after `place_timeout_s`, as its prefill agent may be stopped.
     # It continues without a place. Prefill agents get places in turn, so a stopped agent has few
     # places, for a short time. Fetches with a higher priority come first, but not in every turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
@@ -51,7 +51,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             commands = self._apply_all(self._ended_by(event), event, now)
         while self._places and (granted := self._places.acquire()) is not None:
             fetch = self.live[granted[0]]
-            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
+            fetch.place, fetch.place_until = granted[1], now + self.limits.place_timeout_s
             commands += self._apply(fetch, ev.TurnCame(fetch.key), now)
         return commands
 
@@ -115,7 +115,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         elif (place := self._places.acquire_at_once(fetch.turn.owner)) is None:
             self._places.add(fetch.turn, fetch.key)
         else:
-            fetch.place, fetch.place_until = place, now + self.limits.patience_s
+            fetch.place, fetch.place_until = place, now + self.limits.place_timeout_s
             commands += start(fetch, event, at)
             self._release_place(fetch, now)
         self._add(fetch, event, now, commands)

@@ -5,7 +5,7 @@ commands in order.
 
 Blocks are never freed under a read. The end of a fetch with a chunk in flight is reported
 immediately; its blocks are freed after the read (draining). A chunk covers only tokens that a grant
-or the ticket (`Ahead`) reported as ready. Only a sealed offer is committed.
+or the ticket (`SpeculativeRead`) reported as ready. Only a sealed offer is committed.
 
 A fetch has one request in flight (`ask`). It sends the request again after a change of the offer,
 or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Acquire`
@@ -91,7 +91,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     elif fetch.state is COMMITTING or fetch.held is None:
         message = _acquire_or_commit(fetch, at)
     else:
-        tables, ticket = {} if fetch.in_doubt else fetch.tables, fetch.requested.ticket
+        tables, ticket = {} if fetch.is_speculative else fetch.tables, fetch.requested.ticket
         message = Renew(
             agent_boot=fetch.boot,
             offer_id=ticket.offer_id,
@@ -137,7 +137,7 @@ def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
     }
     if fetch.state is not COMMITTING:
         return Acquire(lease_s=limits.lease_s, **shown)
-    if fetch.held is None or fetch.in_doubt:
+    if fetch.held is None or fetch.is_speculative:
         shown["tables"] = dict(fetch.tables)
         shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
     return Commit(token=requested.commit_token, nixl_agent=fetch.nixl_agent, **shown)
@@ -149,7 +149,7 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
     Retry immediately after a change of the offer, else after a pause: events can be lost.
     """
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
-    is_leased = fetch.held is not None and not fetch.in_doubt
+    is_leased = fetch.held is not None and not fetch.is_speculative
     if error.code not in EARLY or (fetch.is_undecided and is_leased):
         return retry_or_fail(fetch, error, at)
     fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
@@ -238,14 +238,14 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     if fetch.unconfirmed:
         fetch.enter(COMMITTING, at.now)
         return [ask(fetch, at)]
-    ahead = fetch.requested.ahead
-    if ahead is None:
+    speculative = fetch.requested.speculative
+    if speculative is None:
         fetch.enter(ACQUIRING, at.now)
         return [ask(fetch, at)]
-    fetch.in_doubt = fetch.sealed = True
-    fetch.tables, fetch.num_ready = dict(ahead.tables), fetch.requested.ticket.num_tokens
+    fetch.is_speculative = fetch.sealed = True
+    fetch.tables, fetch.num_ready = dict(speculative.tables), fetch.requested.ticket.num_tokens
     commands = go_on(fetch, at)
-    if fetch.chunk is not None and ahead.acquires:
+    if fetch.chunk is not None and speculative.acquires:
         return [ask(fetch, at), *commands]
     if fetch.chunk is not None:
         fetch.ask_at = at.now + at.limits.acquire_after_s

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 AT_ONCE = 4
 RETRY_S, MAX_RETRY_S = 15.0, 240.0
-"""Interval of status requests. It doubles while an agent cannot be warmed."""
+"""Interval of status requests. It doubles while an agent cannot be connected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Listed:
     unfit: set[RouteKey] = field(default_factory=set)
 
 
-class WarmPeers:
+class PeerPreconnector:
     def __init__(
         self, agent: Agent, config: DecodeConfig, peers: PeerDirectory, routes: RouteBook
     ) -> None:
@@ -57,18 +57,18 @@ class WarmPeers:
         return len(self._listed)
 
     @property
-    def num_warm(self) -> int:
-        return sum(map(self._is_warm, self._listed))
+    def num_connected(self) -> int:
+        return sum(map(self._is_connected, self._listed))
 
     def view(self, endpoint: str) -> PeerView:
         for one in self._listed:
             if endpoint in (one.address.endpoint, one.peer.endpoint if one.peer else ""):
-                return PeerView(listed=True, warm=self._is_warm(one), problem=one.problem)
+                return PeerView(listed=True, connected=self._is_connected(one), problem=one.problem)
         return PeerView()
 
     def start(self) -> None:
         for one in self._listed:
-            self._agent.tasks.start_soon(self._keep_warm, one)
+            self._agent.tasks.start_soon(self._keep_connected, one)
 
     def see_engine(self) -> None:
         for one in self._listed:
@@ -80,10 +80,10 @@ class WarmPeers:
             if one.peer is peer and (is_new or one.problem):
                 one.news.set()
 
-    def _is_warm(self, one: _Listed) -> bool:
+    def _is_connected(self, one: _Listed) -> bool:
         return one.peer is not None and self._routes.num_from(one.peer.endpoint) > 0
 
-    async def _keep_warm(self, one: _Listed) -> None:
+    async def _keep_connected(self, one: _Listed) -> None:
         pause_s = RETRY_S
         while True:
             one.news = anyio.Event()
@@ -125,12 +125,12 @@ class WarmPeers:
             else:
                 num_routes += 1
                 met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
-                log.info("route.warmed", peer=peer.endpoint, **met)
+                log.info("route.connected", peer=peer.endpoint, **met)
         one.problem = ""
         if num_routes:
             seconds = round(self._agent.loop.time() - began, 3)
             endpoint = one.address.endpoint
-            log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
+            log.info("peer.connected", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
     def _hold(self, one: _Listed, address: PeerAddress) -> Peer:
         before, one.peer = one.peer, None

@@ -25,7 +25,7 @@ def warming(
 
 
 async def warm(decode: AgentProcess) -> None:
-    await until(lambda: decode.metric("warm_peers") == 1)
+    await until(lambda: decode.metric("connected_peers") == 1)
 
 
 async def hands_were_shaken(source: Engine, target: Engine, decode: AgentProcess) -> bool:
@@ -55,7 +55,7 @@ async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, tmp_path: Path,
         "mapped" if how == "mapped" else "direct"
     )
     assert len(decode.says("handshake.done")) == 1
-    assert decode.says("peer.warmed", num_routes=1)
+    assert decode.says("peer.connected", num_routes=1)
 
 
 async def test_late_engine_and_restarted_agent_are_met_ahead(
@@ -66,7 +66,7 @@ async def test_late_engine_and_restarted_agent_are_met_ahead(
         for _ in range(2):  # the second is another process with the id of the first
             decode.skip_log()
             async with engine(prefill.attach, make_spec(engine_id="p")) as source:
-                await until(lambda: decode.logged("route.warmed"))
+                await until(lambda: decode.logged("route.connected"))
 
                 assert await hands_were_shaken(source, target, decode)
         prefill.kill()
@@ -74,7 +74,7 @@ async def test_late_engine_and_restarted_agent_are_met_ahead(
         decode.skip_log()
         prefill.start()
         async with engine(prefill.attach) as source:
-            await until(lambda: decode.logged("route.warmed"))
+            await until(lambda: decode.logged("route.connected"))
 
             assert await hands_were_shaken(source, target, decode)
 
@@ -92,7 +92,7 @@ async def test_unmet_peer_is_logged_once_with_reason_then_met_later(
         fresh.start(away)
         assert await works(*engines)
         async with engine(away.attach):
-            await until(lambda: reader.metric("warm_peers") == 2)
+            await until(lambda: reader.metric("connected_peers") == 2)
 
     why = {line["peer"]: line["reason"] for line in reader.logged("peer.cold")}
     assert len(reader.logged("peer.cold")) == len(why) == len(peers)
@@ -106,9 +106,9 @@ async def test_engines_of_another_model_are_asked_once_and_left_alone(fresh: Age
         engine(decode.attach, make_spec(model="another")),
         pair(prefill.attach, decode.attach),
     ):
-        await until(lambda: len(decode.logged("route.warmed")) == 1)
+        await until(lambda: len(decode.logged("route.connected")) == 1)
         async with engine(decode.attach):  # all pairs are looked at again
-            await until(lambda: len(decode.logged("route.warmed")) == 2)
+            await until(lambda: len(decode.logged("route.connected")) == 2)
             await warm(decode)
 
     assert len(decode.says("handshake.refused", code="incompatible")) == 1
