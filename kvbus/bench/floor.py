@@ -36,7 +36,7 @@ from kvbus.spawn import ANY_PORT
 TICKET = {"v": 1, "agent_id": "prefill", "endpoint": ANY_PORT, "offer_id": "o" * 32}
 TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
 FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
-TAKE = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
+COMMIT = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
 RELEASED = {"offer_id": "o" * 32, "request_id": "q" * 32, "outcome": "completed"}
 STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
 FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
@@ -77,7 +77,7 @@ class Ends:
 
         def take(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
-            peer.send(frames[0], frame("taken", number, {}))
+            peer.send(frames[0], frame("commits", number, {}))
             for engine in engines:
                 to_engine.send(engine, frame("released", number, RELEASED))
 
@@ -91,7 +91,7 @@ class Ends:
         def fetch(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             engine_of[number] = frames[0]
-            if not peer.send(frame("take", number, TAKE)):  # not connected yet
+            if not peer.send(frame("commit", number, COMMIT)):  # not connected yet
                 asyncio.get_running_loop().call_later(0.01, fetch, frames)
 
         def taken(frames: list[bytes]) -> None:

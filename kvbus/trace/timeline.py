@@ -1,8 +1,8 @@
 """The spans of all agents on one clock, and where the request's time went (pure).
 
     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
-    fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ taking ┤
-    the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ taking ┤
+    fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
+    the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
 
 The fetch takes precedence over the offer, as the decode engine waits for the fetch.
 """
@@ -24,7 +24,7 @@ PHRASES = {
     FETCH: {
         "asked": "on the way from the decode engine to its agent",
         "awaiting": "waiting for the prefill engine to make the offer",
-        "resolving": "meeting the prefill agent",
+        "resolving": "shaking hands with the prefill agent",
         "queued": "waiting for a turn behind other fetches",
         "acquiring": "waiting for the lease of the offer",
         "waiting": "waiting for prefill to compute",

@@ -8,10 +8,10 @@ from tests.sim.handoffs import Plan
 from tests.sim.worlds import cells, quick
 
 DIRECT = [
-    *("offer", "offer: ok", "fetch", "acquire", "acquire: ok", "take", "take: ok", "released"),
+    *("offer", "offer: ok", "fetch", "acquire", "acquire: ok", "commit", "commit: ok", "released"),
     "fetch: ok",
 ]
-BY_CELL = ["offer", "offer: ok", "fetch", "fetch: ok", "taken", "released", "taken: ok"]
+BY_CELL = ["offer", "offer: ok", "fetch", "fetch: ok", "commits", "released", "commits: ok"]
 """A mapped read has no acquire, and so two messages less."""
 
 

@@ -2,8 +2,8 @@
 "use strict";
 
 const EVERY_MS = 1000, WITHIN_MS = 5000, RECENT = 60;
-const WAITS = ["meeting", "resolving", "queued", "acquiring", "waiting", "open", "sealed", "awaited", "wanted", "asked", "pending"];
-const CHECKS = ["taking", "comparing", "asking", "known"];
+const WAITS = ["awaiting", "resolving", "queued", "acquiring", "waiting", "open", "sealed", "awaited", "wanted", "asked", "pending"];
+const CHECKS = ["committing", "comparing", "asking", "known"];
 let before = null, paused = false, opened = "", endpoint = "", keyOptions = "", shown = 0;
 
 const at = (id) => document.getElementById(id);

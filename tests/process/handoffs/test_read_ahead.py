@@ -165,7 +165,7 @@ async def test_fetch_fails_if_offer_ends_between_last_byte_and_commit(
     async with engine(decode.attach, seed=2) as target:
         async with engine(prefill.attach, seed=1) as source:
             assert await works(source, target)
-            tap.keep("take")
+            tap.keep("commit")
             handoff = await begin(source, target, NUM_TOKENS)
             await until(handoff.has_landed)
             await anyio.to_thread.run_sync(tap.wait_kept)

@@ -40,7 +40,7 @@ OF_COST = ("engine_unknown", "invalid")
 """What a request is refused with that observers may make, and that names engines."""
 HARMLESS = {
     "status", "trace", "cost", "ping", "unpack", "cancel_part", "cancel_request", "decline",
-    "taken", "committed",
+    "commits", "committed",
 }  # fmt: skip
 """What anybody with the role may ask; slots, reads and names that are not there are given back."""
 NUM_HANDOFFS = 12

@@ -81,7 +81,7 @@ class Leased:
         """All that may be asked, and the right to it."""
         return {
             "acquire": ({**self.offer, "reader_id": "x", "lease_s": 1e-3}, "secret"),
-            "take": ({**self.offer, "reader_id": "x", "token": FORGED, "tables": {}}, "secret"),
+            "commit": ({**self.offer, "reader_id": "x", "token": FORGED, "tables": {}}, "secret"),
             "withdraw": (self.offer, "secret"),
             "renew": ({**self.renewal, "lease_s": 1e-3}, "token"),
             "release": ({**self.lease, "code": "cancelled"}, "token"),

@@ -92,7 +92,7 @@ class Rogue:
             yield "renew", {**lease, "lease_s": 1e-3}
         reader = {**offer, "secret": FORGED, "reader_id": "rogue"}
         yield "withdraw", {**offer, "secret": FORGED}
-        yield "take", {**reader, "token": FORGED, "tables": {}}
+        yield "commit", {**reader, "token": FORGED, "tables": {}}
         yield "acquire", {**reader, "lease_s": BIG_LEASE_S}
 
     async def _ask(self, dealer: Any, op: str, body: Frame, **envelope: Any) -> None:
