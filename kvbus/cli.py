@@ -67,7 +67,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        found = command and _imported(str(name))
+        found = command and _load_command(str(name))
         if found:
             _hide_types(found, ctx)
         raise_at_ctrl_c()
@@ -87,13 +87,13 @@ class Commands(TyperGroup):
             fail(error.message, status=2 if isinstance(error, ConfigError) else 1, cause=error)
 
 
-def _imported(name: str) -> Any:
-    found = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
-    if not isinstance(found, typer.Typer):
-        alone = typer.Typer(add_completion=False, **LOOKS)
-        alone.command(name)(found)
-        found = alone
-    return typer.main.get_command(found)
+def _load_command(name: str) -> Any:
+    loaded = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
+    if isinstance(loaded, typer.Typer):
+        return typer.main.get_command(loaded)
+    wrapper = typer.Typer(add_completion=False, **LOOKS)
+    wrapper.command(name)(loaded)
+    return typer.main.get_command(wrapper)
 
 
 def _hide_types(command: Any, ctx: Any) -> None:

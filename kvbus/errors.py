@@ -274,16 +274,16 @@ def reason_of(error: Exception) -> str:
 
 
 def field_and_reason(error: Exception) -> tuple[str, str]:
-    """Return the field that msgspec refused, and a predicate with the reason.
+    """Return the path of the field that msgspec refused, and the reason, such as ``is missing``.
 
-    The field is a path: ``groups[].layers`` stands for any item of a list. It is empty if the whole
-    value is wrong.
+    ``groups[].layers`` stands for any item of a list. The path is empty if the whole value is
+    wrong.
     """
-    found = _WHERE.fullmatch(str(error))
-    text, is_key, path = found.groups() if found else (str(error), None, "")
+    located = _MESSAGE_AT_PATH.fullmatch(str(error))
+    text, is_key, path = located.groups() if located else (str(error), None, "")
     field = (path or "").replace("[...]", "[]").lstrip(".")
-    if about := _OF_A_FIELD.fullmatch(text):
-        is_missing, name = about.groups()
+    if missing_or_unknown := _MISSING_OR_UNKNOWN.fullmatch(text):
+        is_missing, name = missing_or_unknown.groups()
         return f"{field}.{name}".lstrip("."), "is missing" if is_missing else "is unknown"
     return field, f"has a key that {in_plain_words(text)}" if is_key else in_plain_words(text)
 
@@ -296,8 +296,8 @@ def in_plain_words(message: str) -> str:
     return message
 
 
-_WHERE = re.compile(r"(?s)(.*?) - at `(?:(key)` in `)?\$([^`]*)`")
-_OF_A_FIELD = re.compile(r"Object (?:(missing required)|contains unknown) field `([^`]*)`")
+_MESSAGE_AT_PATH = re.compile(r"(?s)(.*?) - at `(?:(key)` in `)?\$([^`]*)`")
+_MISSING_OR_UNKNOWN = re.compile(r"Object (?:(missing required)|contains unknown) field `([^`]*)`")
 _KINDS = {
     "array": "a list",
     "bool": "true or false",

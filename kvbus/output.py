@@ -24,7 +24,7 @@ def json_text(value: object) -> str:
 def write_text(text: str) -> bool:
     """Write to stdout; return whether that succeeded.
 
-    Ignore a closed pipe; report a full disk on stderr. Escape characters outside stdout's encoding.
+    Escape characters outside stdout's encoding. Report errors except a closed pipe on stderr.
     """
     if sys.stdout is None:  # closed before Python started
         return False
@@ -34,9 +34,9 @@ def write_text(text: str) -> bool:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write the rest again at exit
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())  # Python may flush the buffer again at exit
+        os.close(devnull)
         return False
     return True
 

@@ -85,7 +85,7 @@ _WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
 def read_words(option: str, text: str, kind: type[W]) -> W:
     """Parse one engine; raise `ConfigError` that begins with ``option``."""
     try:
-        words = _words(text, kind)
+        words = _parse_words(text, kind)
         words.parse()
     except _WRONG as error:
         raise _refusal(option, error) from error
@@ -100,10 +100,11 @@ def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
     try:
         first, _, more = text.partition(",")
         if "=" in first or not first:
-            words = _words(text, ModelWords)
+            words = _parse_words(text, ModelWords)
             engine, layout = words.engine(option.lstrip("-")), words.parse()
         else:
-            engine, layout = _read_file(Path(first)), _words(more, LayoutWords).parse()
+            engine = _read_file(Path(first))
+            layout = _parse_words(more, LayoutWords).parse()
         validate_engine(engine)
         if engine.num_ranks > MAX_RANKS:
             raise ConfigError(f"tp times pp is more than {MAX_RANKS} ranks")
@@ -120,14 +121,14 @@ def _refusal(option: str, error: Exception) -> ConfigError:
     return ConfigError(f"{option}: {message}{help_at}", option=option)
 
 
-def _words(text: str, kind: type[W]) -> W:
-    found: dict[str, str] = {}
+def _parse_words(text: str, kind: type[W]) -> W:
+    values: dict[str, str] = {}
     for word in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
         key, equals, value = word.partition("=")
-        if not (equals and key and value) or key in found:
+        if not (equals and key and value) or key in values:
             raise ConfigError(f"{word[:60]!r} is not a key=value that is given once")
-        found[key] = value
-    return msgspec.convert(found, kind, strict=False)
+        values[key] = value
+    return msgspec.convert(values, kind, strict=False)
 
 
 def _read_file(path: Path) -> EngineSpec:

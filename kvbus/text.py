@@ -9,7 +9,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(num_bytes: float) -> str:
-    """As ``512 B``, ``64 KiB`` or ``1.5 MiB``."""
+    """Format as ``512 B``, ``64 KiB`` or ``1.5 MiB``."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -17,7 +17,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """As ``9.31 GB/s``, ``850 MB/s`` or ``12 kB/s``."""
+    """Format as ``9.31 GB/s``, ``850 MB/s`` or ``12 kB/s``."""
     for size, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
@@ -25,7 +25,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """With three digits or more, as ``13.7 ms``."""
+    """Format with three digits or more, as ``13.7 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if (value := seconds * factor) >= 1:
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
@@ -33,7 +33,7 @@ def time_text(seconds: float) -> str:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """As ``0-3, 7``, or with a constant step as ``0-30 by 2``."""
+    """Format as ``0-3, 7``, or with a constant step as ``0-30 by 2``."""
     ordered = sorted(numbers)
     steps = {b - a for a, b in pairwise(ordered)}
     if len(ordered) > 2 and len(steps) == 1 and (step := steps.pop()) > 1:

@@ -115,12 +115,13 @@ def commented_default(kind: type[AgentConfig], **values: str) -> str:
 
 
 def meanings_of(kind: type[AgentConfig]) -> dict[str, str]:
-    """Return the docstring below each key."""
+    """Return the docstring of each key, without line breaks."""
     found: dict[str, str] = {}
-    for one in kind.__mro__[kind.__mro__.index(AgentConfig) :: -1]:
-        (declared,) = ast.parse(inspect.getsource(one)).body
-        for key, below in pairwise(declared.body if isinstance(declared, ast.ClassDef) else ()):
-            match key, below:
+    for base in kind.__mro__[kind.__mro__.index(AgentConfig) :: -1]:  # subclasses last
+        (declared,) = ast.parse(inspect.getsource(base)).body
+        body = declared.body if isinstance(declared, ast.ClassDef) else ()
+        for statement, following in pairwise(body):
+            match statement, following:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     found[name] = " ".join(text.split())
     return found

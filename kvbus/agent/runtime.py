@@ -315,7 +315,7 @@ class Runtime:
             self.service.on_cut(cut)
 
     def _serve_http(self) -> None:
-        token = load_http_token(self.config)
+        token = load_http_token(self.config)  # checks its file even without http_bind
         if not self.config.http_bind:
             return
         pages = AgentPages(self.agent.loop, self.agent.metrics.registry, report=self.report)

@@ -62,20 +62,21 @@ class Reading:
 
 
 def state_spans(history: History, reading: Reading, *, depth: int) -> list[Span]:
-    """Return a span for each stay of each part, sorted by start."""
+    """Return a span for each stay in a state, sorted by start. Omit empty ones without error."""
     spans: list[Span] = []
     stays: dict[str, tuple[str, str, float]] = {}
     cuts = frozenset(reading.cuts)
     for now, about, _, state, commands, error in history.steps:
-        before = stays.get(about)
-        if before is not None:
-            if before[1] == state and not (cuts and cuts.intersection(commands)):
+        previous = ""
+        if (stay := stays.get(about)) is not None:
+            _, previous, _ = stay
+            if previous == state and not (cuts and cuts.intersection(commands)):
                 continue
-            spans.append(_span(before, now, depth, about, error))
+            spans.append(_span(stay, now, depth, about, error))
             del stays[about]
         if state not in reading.ends:
-            was = before[1] if before is not None else ""
-            stays[about] = reading.names.get((was, state), state), str(state), now
+            name = reading.names.get((previous, state), state)
+            stays[about] = name, str(state), now
     spans += [_span(stay, None, depth, about, "") for about, stay in stays.items()]
     spans = [span for span in spans if span.end_s != span.start_s or span.error]
     return sorted(spans, key=lambda span: span.start_s)

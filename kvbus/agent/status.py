@@ -151,16 +151,17 @@ class StatusReporter:
         return self._live[1]
 
     def _collect(self) -> Callable[[], Live]:
+        """Return a maker of the response, for any thread."""
         families = list(self.agent.metrics.registry.collect())
         recent = self.service.histories.recent(MOST_RECENT)
         full, key_file = self.status(Status()), self.config.key_file
         status = structs.replace(without_place(full), processes=full.processes)
         server_key, silent = self.agent.identity.server_key, self.service.silent_peers()
-        key_options_of = {at: key_options(key_file, key) for at, key in silent}
+        key_options_of = {endpoint: key_options(key_file, key) for endpoint, key in silent}
         faults = [*self.unready(), *self._key_faults(), *_log_faults()]
         now_s, wall_s = self.agent.loop.time(), time.time()
 
-        def finish() -> Live:
+        def make_live() -> Live:
             live = Live(
                 status=status,
                 boot=self.agent.identity.agent_boot,
@@ -170,10 +171,10 @@ class StatusReporter:
                 key_options=key_options(key_file, server_key),
             )
             found = current_faults(live, wall_s=wall_s, key_options=key_options_of)
-            told = structs.replace(status, faults=(*faults, *found))
-            return structs.replace(live, status=told)
+            with_faults = structs.replace(status, faults=(*faults, *found))
+            return structs.replace(live, status=with_faults)
 
-        return finish
+        return make_live
 
     def _key_faults(self) -> Iterator[Fault]:
         identity, file = self.agent.identity, self.config.authorized_keys

@@ -259,29 +259,36 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
         scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
         for part in range(NUM_LARGE)
     ]
-    return await _beside(bench, scale, parts, lag={"p99": 8.0}, load_s=LOAD_S, one_block=15.0)
+    return await _measure_beside(
+        bench, scale, parts, lag_ms={"p99": 8.0}, load_s=LOAD_S, one_block_ms=15.0
+    )
 
 
 async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
-    """The same with 4 GiB, in one fetch of one run; mapped, and not."""
+    """Measure one-block handoffs beside a fetch of 4 contiguous GiB, mapped and unmapped."""
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
-        found = await _beside(bench, scale, [whole], label=label, lag={"max": 15.0}, load_s=LARGE_S)
+        found = await _measure_beside(
+            bench, scale, [whole], lag_ms={"max": 15.0}, load_s=LARGE_S, label=label
+        )
         figures += [replace(one, name=f"{label or 'mapped'}: {one.name}") for one in found]
     return figures
 
 
-async def _beside(
+async def _measure_beside(
     bench: Bench,
     scale: Scale,
     parts: Sequence[PairedBlocks],
     *,
-    lag: Mapping[str, float],
+    lag_ms: Mapping[str, float],
     load_s: float,
     label: str = "",
-    one_block: float | None = None,
+    one_block_ms: float | None = None,
 ) -> list[Figure]:
-    """Measure one-block handoffs and the agents' loop lag while ``parts`` are fetched."""
+    """Measure one-block handoffs and loop lags while ``parts`` are fetched.
+
+    ``lag_ms`` and ``one_block_ms`` are targets.
+    """
     small_s, large_s = list[float](), list[float]()
     num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
     large = await bench.pair(BIG, num_blocks, label=label)
@@ -303,13 +310,13 @@ async def _beside(
             small_s.append((await small.hand_off(contiguous(1))).seconds)
             lags.look_when_due()
         took_s, num_large = time.perf_counter() - began_s, len(large_s)
-        lag_figures = await lags.figures(lag)
+        lag_figures = await lags.figures(lag_ms)
         ends.set()
     await bench.opened.aclose()  # frees 4 GiB, which the next case needs
     num_bytes = num_large * len(parts[0].decode) * BIG.block_bytes
     return [
         *lag_figures,
-        *percentiles("one-block handoff", small_s, most=one_block),
+        *percentiles("one-block handoff", small_s, most=one_block_ms),
         Figure("one-block handoffs", len(small_s)),
         milliseconds("large fetch p50", median(large_s)),
         speed("large fetches", num_bytes, took_s),
@@ -331,8 +338,8 @@ class LoopLags:
             self._due_s = now + LOOK_S
             self._look()
 
-    async def figures(self, most: Mapping[str, float]) -> list[Figure]:
-        """Wait until each agent has reported lags. ``most`` are targets of ``p99`` and ``max``."""
+    async def figures(self, most_ms: Mapping[str, float]) -> list[Figure]:
+        """Wait until all agents have reported. ``most_ms`` has targets of ``p99`` and ``max``."""
         lags = self._counts()
         while not all(any(counts.values()) for counts in lags.values()):
             await anyio.sleep(0.1)
@@ -343,7 +350,7 @@ class LoopLags:
             p99_s = histogram_quantile(counts, 0.99)
             for which, value_s in (("p99", p99_s), ("max", self._largest_s[name])):
                 found.append(
-                    milliseconds(f"{name} loop lag {which}", value_s, most=most.get(which))
+                    milliseconds(f"{name} loop lag {which}", value_s, most=most_ms.get(which))
                 )
         return [*found, Figure("loop lags", min(max(one.values()) for one in lags.values()))]
 
@@ -405,8 +412,8 @@ async def _run(names: Sequence[str], scale: Scale, sheet: Sheet, folder: Path) -
                 sheet.begin(name)
                 sheet.show(await _measured(name, bench, scale))
         except* KVBusError:
-            for one in bench.agents.values():
-                sys.stderr.write(f"{one.child.lost('runs')}\n")
+            for agent in bench.agents.values():  # shows whether it runs, and the end of its log
+                sys.stderr.write(f"{agent.child.lost('runs')}\n")
             raise
 
 

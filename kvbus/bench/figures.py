@@ -144,7 +144,7 @@ Ways = Mapping[str, Callable[[], Awaitable[float]]]
 
 
 async def in_turn(rounds: int, ways: Ways) -> dict[str, list[float]]:
-    """Measure each way once a round, so that a disturbance affects all alike."""
+    """Return the seconds of each way. Rounds interleave them, so a disturbance affects all."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

@@ -1,7 +1,7 @@
 """Lower bound of a small handoff: four bare processes that only exchange its messages.
 
-    decode engine ─fetch─▶ decode agent ─take─▶ prefill agent ─released─▶ prefill engine
-                  ◀fetched─             ◀taken─
+    decode engine ─fetch──▶ decode agent ─commit──▶ prefill agent ─released─▶ prefill engine
+                  ◀fetched─              ◀commits─
 
 Each process handles as many fields as a handoff has, with only asyncio, pyzmq and msgspec.
 
@@ -72,34 +72,34 @@ class Ends:
         return self._pumped(socket, on_frames)
 
     def be_prefill_agent(self) -> str:
-        """Return the endpoint for decode agents."""
+        """Play the prefill agent; return its peer endpoint."""
         engines = list[bytes]()
 
-        def take(frames: list[bytes]) -> None:
+        def on_commit(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             peer.send(frames[0], frame("commits", number, {}))
             for engine in engines:
                 to_engine.send(engine, frame("released", number, RELEASED))
 
         to_engine, _ = self.router("prefill-agent", lambda frames: engines.append(frames[0]))
-        peer, endpoint = self.router("", take)
+        peer, endpoint = self.router("", on_commit)
         return endpoint
 
     def be_decode_agent(self, peer_endpoint: str) -> None:
         engine_of = dict[int, bytes]()
 
-        def fetch(frames: list[bytes]) -> None:
+        def on_fetch(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             engine_of[number] = frames[0]
             if not peer.send(frame("commit", number, COMMIT)):  # not connected yet
-                asyncio.get_running_loop().call_later(0.01, fetch, frames)
+                asyncio.get_running_loop().call_later(0.01, on_fetch, frames)
 
-        def taken(frames: list[bytes]) -> None:
+        def on_commits(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             to_engine.send(engine_of.pop(number), frame("fetched", number, FETCHED))
 
-        to_engine, _ = self.router("decode-agent", fetch)
-        peer = self.dealer(peer_endpoint, taken)
+        to_engine, _ = self.router("decode-agent", on_fetch)
+        peer = self.dealer(peer_endpoint, on_commits)
 
     def be_prefill_engine(self) -> None:
         agent = self.dealer("prefill-agent", lambda frames: decode(frames[-1]))

@@ -106,22 +106,22 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> None:
+async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHandoff) -> None:
     offered = await engine.offer(
         uuid.uuid4().hex,
         num_tokens=tables.num_tokens,
         block_ids={GROUP: tables.prefill},
         ttl_s=READ_WITHIN_S,
     )
-    pipe.write(msgspec.structs.replace(handed, ticket=offered.ticket))
+    pipe.write(msgspec.structs.replace(handoff, ticket=offered.ticket))
     outcome = await offered.offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
-            f"nobody has read a handoff of '{handed.case}' for {READ_WITHIN_S:g} s:"
+            f"nobody has read a handoff of '{handoff.case}' for {READ_WITHIN_S:g} s:"
             f" {LOOK_AT_DECODE}"
         )
     if outcome is not Outcome.COMPLETED:
-        raise PeerLost(f"a handoff of '{handed.case}' was {outcome}: {LOOK_AT_DECODE}")
+        raise PeerLost(f"a handoff of '{handoff.case}' was {outcome}: {LOOK_AT_DECODE}")
 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> int:
@@ -131,9 +131,9 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
     """
     lines, num_read = pipe.read(BenchHandoff), 0
     with waiting_for(f"a line of {pipe.WRITER}"):
-        handed = await anext(lines)
+        handoff = await anext(lines)
     while True:
-        name, num_mib = handed.case, handed.mib
+        name, num_mib = handoff.case, handoff.mib
         if name not in CASES:
             raise ConfigError(
                 f"stdin: there is no case '{name}': have one version of kvbus on both machines"
@@ -144,15 +144,15 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
         _, num_blocks = tables.capacities
         async with _engine(attach_path, case.target, num_blocks, AgentRole.DECODE) as engine:
             engine.wipe()
-            first = await _read(engine, tables, handed)
+            first = await _fetch(engine, tables, handoff)
             if not engine.has(tables, case.source):
                 raise KVBusError(f"a handoff of '{name}' brought wrong bytes")
             try:
-                while handed.left:
-                    handed = await anext(lines)
-                    if (handed.case, handed.mib) != (name, num_mib):
+                while handoff.left:
+                    handoff = await anext(lines)
+                    if (handoff.case, handoff.mib) != (name, num_mib):
                         break
-                    taken.append(await _read(engine, tables, handed))
+                    taken.append(await _fetch(engine, tables, handoff))
                 else:
                     return num_read + 1 + len(taken)
             finally:
@@ -160,12 +160,12 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
         num_read += 1 + len(taken)
 
 
-async def _read(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> Taken:
+async def _fetch(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHandoff) -> Taken:
     try:
-        return await engine.take(handed.ticket, tables)
+        return await engine.take(handoff.ticket, tables)
     except FetchFailed as error:
         raise KVBusError(
-            f"a handoff of '{handed.case}' failed with {error.code}: {error.message}"
+            f"a handoff of '{handoff.case}' failed with {error.code}: {error.message}"
         ) from error
 
 

@@ -138,13 +138,13 @@ class WatchedConnection(SocketActor):
         """Resolve the name again: another agent may have its address by now."""
         self._must_look_up.set()
 
-    async def has_moved(self, earlier: str) -> bool:
-        """Return whether the address differs from ``earlier``, after a new lookup if needed."""
-        if self._naming is not None and self._address == earlier:
+    async def has_moved(self, known: str) -> bool:
+        """Resolve the name again if the address is ``known``; return whether it differs then."""
+        if self._naming is not None and self._address == known:
             looked_up = self._looked_up
             self.look_again()
             await looked_up.wait()
-        return self._address != earlier
+        return self._address != known
 
     def _hear(self, boot: str) -> bool:
         """Record a message. Return False if an earlier process sent it: ignore it then."""

@@ -113,16 +113,16 @@ class EventPublisher(SocketActor):
         kind, topic = frames[0][:1], frames[0][1:]
         if kind == b"\1":
             self._topics.add(topic)
-        elif kind == b"\0" and self._is_by_zmq():
+        elif kind == b"\0" and self._last_subscriber_left():
             self._topics.discard(topic)
         self._is_wanted.clear()
         if len(self._topics) > MAX_TOPICS:
             self.hang_up()
 
-    def _is_by_zmq(self) -> bool:
-        """Return whether a topic's last subscriber is gone.
+    def _last_subscriber_left(self) -> bool:
+        """Return whether ZeroMQ made the frame, not a connection.
 
-        ZeroMQ also passes on unsubscriptions from topics that only other connections have.
+        A connection can unsubscribe from topics that only others have.
         """
         frame = self._pump.last if self._pump is not None else None
         return frame is not None and descriptor_of(frame) is None

@@ -127,12 +127,12 @@ class RequestServer(SocketActor):
         return fd is not None and is_of_same_user(fd)
 
     def on(self, handlers: Handlers, *, gate: Callable[[Call], None] | None = None) -> None:
-        """Answer these requests. ``gate`` can refuse any call before its body is parsed."""
+        """Register handlers. ``gate`` refuses a call by raising, before its body is parsed."""
         self._gate = gate
-        for kind, handler in handlers.items():
-            if isinstance(handler, Quota):
-                self.pending.share(kind.op, handler.most)
-                handler = handler.handler  # noqa: PLW2901 - the callable is inside
+        for kind, entry in handlers.items():
+            if isinstance(entry, Quota):
+                self.pending.share(kind.op, entry.most)
+            handler = entry.handler if isinstance(entry, Quota) else entry
             self._routes[kind.op] = kind, handler
 
     def end_key(self, key: str) -> None:

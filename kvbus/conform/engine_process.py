@@ -44,16 +44,16 @@ class EngineCommand:
         os.set_blocking(_pipe(self._child.process.stdout).fileno(), False)
 
     def stop(self, within_s: float = END_S) -> int | None:
-        """Close its stdin, read its output, kill it after ``within_s``; return its exit status."""
+        """Close stdin, drain the output, and kill after ``within_s``. Return the exit status."""
         if self._child is None:
             return None
         self.hush()
-        output, end = _pipe(self._child.process.stdout), time.monotonic() + within_s
-        while (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([output], [], [], left)
+        output, deadline = _pipe(self._child.process.stdout), time.monotonic() + within_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([output], [], [], left_s)
             if ready and not self.on_readable():
                 break
-        status = self._child.end(max(0.0, left))
+        status = self._child.end(max(0.0, left_s))
         self._child = None
         return status
 

@@ -24,6 +24,7 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.message import Message, to_body
 
 EARLY_S, NUM_SPOILT = 0.5, 3
+NUM_TOKENS = 20
 WRONG_BY = 89
 """Offset of a job's name that makes every number wrong: not a multiple of 251."""
 
@@ -131,7 +132,7 @@ class FetchStage(EngineStage):
     def _covered(self, job: Job) -> Iterator[tuple[RegionView, BlockTable, int, int]]:
         return covered(self.agent.places, job.tables, job.first_token, job.num_tokens)
 
-    def _on_fetch(self, asked: EngineRequest, body: StartFetch) -> Answer | None:
+    def _on_fetch(self, request: EngineRequest, body: StartFetch) -> Answer | None:
         name = self.name_of(body)
         job = next((one for one in self.jobs.values() if str(one.name) == name), None)
         same = job is not None and body.ticket == ticket_of(job)
@@ -146,17 +147,17 @@ class FetchStage(EngineStage):
         tokens = (body.first_token, body.num_tokens)
         wanted = f"tokens {tokens}, not {(job.first_token, job.num_tokens)}"
         self.book.expect("fetch.tokens", tokens == (job.first_token, job.num_tokens), wanted)
-        problem = self._wrong_tables(body)
+        problem = self._tables_problem(body)
         if not self.book.expect("fetch.tables", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
         self.book.expect("fetch.answered", True)
         self._fetch_ids.add(body.fetch_id)
-        job.handoff_id, job.tables, job.asked = body.fetch_id, dict(body.tables), asked
+        job.handoff_id, job.tables, job.asked = body.fetch_id, dict(body.tables), request
         self._check_blocks(job)
         self._write(job, job.name + WRONG_BY)
         return None
 
-    def _wrong_tables(self, body: StartFetch) -> str:
+    def _tables_problem(self, body: StartFetch) -> str:
         if self.agent.spec is None:
             return "nothing is registered"
         tokens = body.first_token, body.num_tokens
@@ -177,7 +178,7 @@ class FetchStage(EngineStage):
             seen = f"request {new.name} uses {both}, which request {lost.name} had"
             self.book.expect("fetch.lost_blocks", not both, seen)
 
-    def _on_cancel(self, asked: EngineRequest, body: CancelFetch) -> Answer:
+    def _on_cancel(self, request: EngineRequest, body: CancelFetch) -> Answer:
         if body.fetch_id not in self._fetch_ids:
             return refusal("fetch_unknown", "no such fetch")
         self.cancelled.add(body.fetch_id)
@@ -232,21 +233,21 @@ def counts(stage: FetchStage) -> None:
 def failed(stage: FetchStage) -> None:
     """Fetches fail with known and unknown codes."""
     for code in ("peer_lost", "moon_phase"):
-        job = stage.taken(stage.begin(20))
+        job = stage.taken(stage.begin(NUM_TOKENS))
         stage.land(job)
         stage.end(job, Outcome.FAILED, code=code)
         stage.told(job, "fetch.failed", "failed")
 
 
 def blocks(stage: FetchStage) -> None:
-    """A transfer still writes into blocks while the engine needs blocks."""
-    job, cancelled = stage.begin(20), stage.begin(20)
+    """A transfer still writes into blocks of ended fetches. They stay unused until free."""
+    job, cancelled = stage.begin(NUM_TOKENS), stage.begin(NUM_TOKENS)
     stage.taken(job, cancelled)
     stage.end(job, Outcome.FAILED, blocks_free=False, code="timeout")
     stage.told(job, "fetch.failed", "failed")
     stage.engine.say("cancel", cancelled.name)
-    came = stage.wait(lambda: cancelled.handoff_id in stage.cancelled)
-    stage.book.expect("fetch.cancel", came, f"no `cancel` for request {cancelled.name}")
+    is_cancelled = stage.wait(lambda: cancelled.handoff_id in stage.cancelled)
+    stage.book.expect("fetch.cancel", is_cancelled, f"no `cancel` for request {cancelled.name}")
     stage.end(cancelled, Outcome.CANCELLED, blocks_free=False, code="cancelled")
     stage.told(cancelled, "fetch.cancel", "cancelled")
     stage.use_all_blocks("fetch.blocks")

@@ -71,16 +71,16 @@ class OfferStage(EngineStage):
         differs = f"of request {job.name} came {told[:200]}"
         return self.book.expect("offer.ticket", given == ticket_of(job), differs)
 
-    def _on_offer(self, asked: EngineRequest, body: MakeOffer) -> Answer:
+    def _on_offer(self, request: EngineRequest, body: MakeOffer) -> Answer:
         job = self.jobs.get(int(body.request_id) if body.request_id.isdigit() else 0)
         named = f"request_id is {body.request_id!r}, which was not told"
         if not self.book.expect("offer.answered", job is not None, named) or job is None:
             return refusal("invalid", named)
         if body.left_s is not None:
-            self._look_at_again(job, body)
+            self._check_republished(job, body)
         job.tables, job.rights = dict(body.tables), (body.offer_id, body.secret)
         job.handoff_id = body.offer_id or f"offer-{job.name}"
-        problem = self._wrong_tables(job, body.num_tokens, sealed=body.sealed)
+        problem = self._tables_problem(job, body.num_tokens, sealed=body.sealed)
         wanted = f"request {job.name}: {body.num_tokens} tokens where {job.counts} were told"
         self.book.expect("offer.tables", body.num_tokens in job.counts, wanted)
         if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
@@ -120,18 +120,18 @@ class OfferStage(EngineStage):
         if not same_memory:
             job.cell = None
 
-    # An engine ends an offer with its agent, or publishes it again to the next one. Then the whole
-    # offer is checked once more, and it completes.
+    # An engine ends the offers of a lost agent, or publishes them to the next one. A republished
+    # offer is checked as a whole again, and completes.
     def settle_lost(self, job: Job) -> bool:
         self.wait(lambda: self.told_over(job) or job.again)
         if not job.again:
             self.book.untried("offer.again", "the engine ends its offers with their agent")
             return bool(self.told_over(job))
-        is_said = self.wait(lambda: self.agent.asked(Republished.op))
-        seen = f"no `republished` after request {job.name}, which was published again"
-        return self.book.expect("offer.again", is_said, seen) and self.end_well(job)
+        is_reported = self.wait(lambda: self.agent.asked(Republished.op))
+        violation = f"no `republished` after request {job.name}, which was published again"
+        return self.book.expect("offer.again", is_reported, violation) and self.end_well(job)
 
-    def _look_at_again(self, job: Job, body: MakeOffer) -> None:
+    def _check_republished(self, job: Job, body: MakeOffer) -> None:
         same = bool(body.offer_id) and (body.offer_id, body.secret) == job.rights
         seen = f"request {job.name} has another offer_id or secret than before"
         self.book.expect("offer.again", same, seen)
@@ -140,36 +140,36 @@ class OfferStage(EngineStage):
         self.book.expect("offer.again", whole, seen)
         job.over, job.again = False, True
 
-    def _on_extend(self, asked: EngineRequest, body: ExtendOffer) -> Answer:
+    def _on_extend(self, request: EngineRequest, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", f"no offer {body.offer_id!r}")
         grows = f"request {job.name}: {body.num_tokens} tokens after {job.num_ready}"
         self.book.expect("offer.extend", body.num_tokens >= job.num_ready, grows)
-        problem = self._wrong_extension(job, body)
+        problem = self._extension_problem(job, body)
         if not self.book.expect("offer.extend", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
         self._announce(job, body.num_tokens)
         return OK
 
-    def _wrong_extension(self, job: Job, body: ExtendOffer) -> str:
+    def _extension_problem(self, job: Job, body: ExtendOffer) -> str:
         try:
             for group, more in body.tables.items():
                 if len(more) or group not in job.tables:
                     job.tables[group] = job.tables[group].extended(more)
         except (GeometryError, KeyError) as error:
             return str(error)
-        return self._wrong_tables(job, body.num_tokens, sealed=False)
+        return self._tables_problem(job, body.num_tokens, sealed=False)
 
-    def _on_seal(self, asked: EngineRequest, body: SealOffer) -> Answer:
+    def _on_seal(self, request: EngineRequest, body: SealOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", "no such offer")
-        problem = self._wrong_tables(job, job.num_ready, sealed=True)
+        problem = self._tables_problem(job, job.num_ready, sealed=True)
         if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
         self._seal(job, job.num_ready)
-        self._announce(job, job.num_ready)  # states are those of the last token
+        self._announce(job, job.num_ready)  # again, now with states
         return OK
 
     def _seal(self, job: Job, num_tokens: int) -> None:
@@ -177,13 +177,13 @@ class OfferStage(EngineStage):
         self.book.expect("offer.sealed", num_tokens == job.num_tokens, early)
         job.sealed = True
 
-    def _on_withdraw(self, asked: EngineRequest, body: WithdrawOffer) -> Answer:
+    def _on_withdraw(self, request: EngineRequest, body: WithdrawOffer) -> Answer:
         return OK if self._job(body.offer_id) else refusal("offer_unknown", "no such offer")
 
     def _job(self, offer_id: str) -> Job | None:
         return next((job for job in self.jobs.values() if job.handoff_id == offer_id), None)
 
-    def _wrong_tables(self, job: Job, num_tokens: int, *, sealed: bool) -> str:
+    def _tables_problem(self, job: Job, num_tokens: int, *, sealed: bool) -> str:
         if self.agent.spec is None:
             return "nothing is registered"
         try:

@@ -120,16 +120,16 @@ class RuleOutcome(msgspec.Struct):
 
 class Book:
     def __init__(self) -> None:
-        self._looks = Counter[str]()
-        self._wrong = defaultdict[str, list[str]](list)
+        self._num_checks = Counter[str]()
+        self._violations = defaultdict[str, list[str]](list)
         self._untried: dict[str, str] = {}
 
-    def expect(self, rule: str, holds: bool, seen: str = "") -> bool:
-        """Record one check; ``seen`` describes a violation."""
+    def expect(self, rule: str, holds: bool, violation: str = "") -> bool:
+        """Record one check, and return ``holds``."""
         name = RULES[rule].name
-        self._looks[name] += 1
+        self._num_checks[name] += 1
         if not holds:
-            self._wrong[name].append(seen)
+            self._violations[name].append(violation)
         return holds
 
     @contextmanager
@@ -149,16 +149,18 @@ class Book:
 
     @property
     def num_wrong(self) -> int:
-        return sum(map(len, self._wrong.values()))
+        return sum(map(len, self._violations.values()))
 
     def outcomes(self, rules: Iterable[Rule]) -> list[RuleOutcome]:
         return [self._outcome(rule) for rule in rules]
 
     def _outcome(self, rule: Rule) -> RuleOutcome:
-        looks, wrong = self._looks[rule.name], self._wrong[rule.name]
-        verdict = Verdict.FAILED if wrong else Verdict.PASSED if looks else Verdict.UNTRIED
-        seen = list(dict.fromkeys(wrong))[:MAX_SEEN]
+        num_checks, violations = self._num_checks[rule.name], self._violations[rule.name]
+        verdict = (
+            Verdict.FAILED if violations else Verdict.PASSED if num_checks else Verdict.UNTRIED
+        )
+        seen = list(dict.fromkeys(violations))[:MAX_SEEN]
         if verdict is Verdict.UNTRIED:
             seen = [self._untried.get(rule.name, "nothing of it was seen")]
         page = f"{PAGE}#{rule.anchor}"
-        return RuleOutcome(rule.name, verdict, page, rule.text, looks, len(wrong), seen)
+        return RuleOutcome(rule.name, verdict, page, rule.text, num_checks, len(violations), seen)

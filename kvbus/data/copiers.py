@@ -90,34 +90,34 @@ class Copiers:
             self._queue(job, partial(self._turn, job))
         self._turn(job)
 
-    def _queue(self, job: CopyJob, turn: Callable[[], None]) -> None:
-        """Queue a turn and wake a thread. A turn that gets no thread has ended."""
+    def _queue(self, job: CopyJob, task: Callable[[], None]) -> None:
+        """Queue a task and wake a thread. If no thread starts, stop the job."""
         is_added = False
         try:
             with self._lock:
-                self._waiting.add(job.turn, turn)
+                self._waiting.add(job.turn, task)
                 is_added = True
-            self._threads.submit(self._take_turn)
+            self._threads.submit(self._run_next)
         except Exception as error:
-            if is_added and not self._withdraw(job, turn):
+            if is_added and not self._unqueue(job, task):
                 return  # another thread has taken it
             job.stop(self._to_error(error))
             self._leave(job)
 
-    def _withdraw(self, job: CopyJob, turn: Callable[[], None]) -> bool:
+    def _unqueue(self, job: CopyJob, task: Callable[[], None]) -> bool:
         with self._lock:
             try:
-                self._waiting.discard(job.turn, turn)
+                self._waiting.discard(job.turn, task)
             except KeyError:
                 return False
         return True
 
-    def _take_turn(self) -> None:
+    def _run_next(self) -> None:
         with self._lock:
             taken = self._waiting.take()
-        if taken is not None:  # there is a call for each waiting turn
-            _, turn = taken
-            turn()
+        if taken is not None:  # there is a call for each waiting task
+            _, task = taken
+            task()
 
     def _turn(self, job: CopyJob) -> None:
         if self._do_next(job):

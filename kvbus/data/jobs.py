@@ -92,16 +92,16 @@ class Jobs:
     def _read(self, job: wire.Read) -> None:
         plan: PreparedPlan = self._find(named.plan(job.plan))
 
-        def rows(spans: wire.Spans) -> Reads:
+        def reads_of(spans: wire.Spans) -> Reads:
             return plan.find(job.source_tables, job.target_tables, spans).reads()
 
         num_runs = plan.num_runs(job.spans)
         if num_runs <= MAX_INLINE_RUNS:
-            self._post_read(job, plan.peer, rows(job.spans), ("DRAM", "DRAM"))
+            self._post_read(job, plan.peer, reads_of(job.spans), ("DRAM", "DRAM"))
             return
         first, rest = plan.cut(job.spans, FIRST_RUNS / num_runs)
-        go_on = self._post_read(job, plan.peer, rows(first), ("DRAM", "DRAM"), num_parts=2)
-        self._background.start(partial(rows, rest), go_on)
+        post_rest = self._post_read(job, plan.peer, reads_of(first), ("DRAM", "DRAM"), num_parts=2)
+        self._background.start(partial(reads_of, rest), post_rest)
 
     def _read_staged(self, job: wire.ReadStaged) -> None:
         plan: PreparedPlan = self._find(named.plan(job.plan))
@@ -131,7 +131,7 @@ class Jobs:
         *,
         num_parts: int = 1,
     ) -> Callable[[Reads | Exception], None]:
-        """Start a READ; return the callback for its second part."""
+        """Start a READ; return the callback that posts a second part."""
         reads: NixlReads = self._find(named.NIXL)
         if self._definitions.get(named.peer(peer)) is None:  # it may have waited for its plan
             raise PeerLost("the peer was removed before the READ began", peer=peer)
@@ -147,12 +147,12 @@ class Jobs:
         if job.id in self._aborts:
             self._aborts[job.id] = partial(reads.abort, read)
 
-        def go_on(planned: Reads | Exception) -> None:
+        def post_rest(planned: Reads | Exception) -> None:
             if isinstance(planned, Exception):
                 planned = self._replies.to_error(planned)
             reads.go_on(read, planned)
 
-        return go_on
+        return post_rest
 
     def _end_read(self, job: wire.DataRequest, read: ReadJob) -> None:
         error: KVBusError | None = read.error

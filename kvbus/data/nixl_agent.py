@@ -126,7 +126,7 @@ class NixlAgent:
         with _translated("no NIXL agent"):
             self._agent = _api.nixl_agent(name, config)
         self._descriptors: dict[Registration, Any] = {}
-        self._contacts: dict[str, bytes] = {}
+        self._contact_by_peer: dict[str, bytes] = {}
 
     def register(self, registration: Registration) -> None:
         row = (registration.address, registration.size_bytes, registration.device, "")
@@ -150,18 +150,18 @@ class NixlAgent:
     def add_peer(self, metadata: PeerMetadata) -> None:
         """Reject a known name with another contact: NIXL would drop the known peer."""
         name, contact = metadata.name, metadata.contact
-        if self._contacts.get(name, contact) != contact:
+        if self._contact_by_peer.get(name, contact) != contact:
             raise TransferFailed("another peer has that name", peer=name)
-        self._contacts.pop(name, None)  # NIXL drops it if it rejects this
+        self._contact_by_peer.pop(name, None)  # NIXL drops it if it rejects this
         with _translated("the peer's metadata is refused"):
             self._agent.add_remote_agent(metadata.blob)
-        self._contacts[name] = contact
+        self._contact_by_peer[name] = contact
 
     def remove_peer(self, name: str) -> None:
         """Remove a peer without handles in flight: NIXL would lose track of them."""
         with _translated("the peer cannot be removed", name):
             self._agent.remove_remote_agent(name)
-        self._contacts.pop(name, None)
+        self._contact_by_peer.pop(name, None)
 
     def progress(self) -> None:
         try:
@@ -178,7 +178,7 @@ class NixlAgent:
         shared memory: this adds 2 µs for one descriptor, and 10 µs for a READ of 2,048 (3,800 µs).
         To prepare lists of 65,536 blocks takes 5 ms.
         """
-        if peer not in self._contacts:
+        if peer not in self._contact_by_peer:
             raise PeerLost("NIXL does not know the peer", peer=peer)
         with _translated("the read cannot be prepared", peer):
             return self._agent.initialize_xfer(

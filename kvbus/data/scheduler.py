@@ -167,7 +167,7 @@ class ReadScheduler:
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
             return False
         while (taken := lane.waiting.take()) is not None:
-            _, job = taken
+            _key, job = taken
             job.queued = False
             if job.wants_post:
                 self._post(lane, job)

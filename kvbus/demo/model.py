@@ -100,13 +100,13 @@ class PagedKV:
         return [layers[layer] for layers in self.views if layer in layers]
 
     def write(self, layer: int, table: BlockTable, *, start: int, parts: LayerViews) -> None:
-        """Write each rank's heads of ``parts``, each [token, head, dim] of all heads."""
+        """Write ``parts``, [token, head, dim] with all KV heads: each rank gets its own."""
         ranks = self.ranks_of(layer)
         for rank, views in enumerate(ranks):
             for part, values in parts.items():
                 heads = held_heads(rank, len(ranks), values.shape[1])
-                at = slots(table, views[part], start, start + len(values))
-                views[part][at] = values[:, heads.start : heads.stop].to(views[part].dtype)
+                index = slots(table, views[part], start, start + len(values))
+                views[part][index] = values[:, heads.start : heads.stop].to(views[part].dtype)
 
     def read(
         self, layer: int, table: BlockTable, *, start: int, stop: int, num_heads: tuple[int, int]
@@ -309,18 +309,18 @@ def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tenso
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-    """Causal attention: [query_head, token, dim] over [query_head, context, dim].
+    """Return causal attention of ``query`` [query_head, token, dim] to [query_head, context, dim].
 
-    The tokens are the last of the context. Each sees ``window`` of them, itself included.
+    The tokens are the last of the context. Each attends to ``window`` tokens, itself included.
     """
     num_tokens, num_context = query.shape[1], k.shape[1]
     scores = query @ k.transpose(1, 2) / sqrt(query.shape[2])
-    token = torch.arange(num_context - num_tokens, num_context).unsqueeze(1)
-    context = torch.arange(num_context)
-    unseen = context > token
+    query_positions = torch.arange(num_context - num_tokens, num_context).unsqueeze(1)
+    key_positions = torch.arange(num_context)
+    masked = key_positions > query_positions
     if window is not None:
-        unseen = unseen | (context <= token - window)
-    return scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v
+        masked = masked | (key_positions <= query_positions - window)
+    return scores.masked_fill(masked, float("-inf")).softmax(-1) @ v
 
 
 def rms_norm(x: Tensor) -> Tensor:

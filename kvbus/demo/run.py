@@ -80,17 +80,19 @@ class Run:
 
                 tasks.start_soon(end_on_signal)
                 try:
-                    await self._demo()
+                    await self._serve_all()
                 except* KVBusError as errors:
                     report.trouble += dict.fromkeys(error.message for error in leaves(errors))
                 for prompt in sorted(report.not_compared):
                     self.wait_for("the model run alone")
-                    report.alone[prompt] = await anyio.to_thread.run_sync(self._alone, prompt)
+                    report.alone[prompt] = await anyio.to_thread.run_sync(
+                        self._generate_alone, prompt
+                    )
                 tasks.cancel_scope.cancel()
 
-    async def _demo(self) -> None:
+    async def _serve_all(self) -> None:
         options, engines = self.options, dict[str, EngineChild]()
-        numbers = iter(range(options.requests))
+        numbers = iter(range(options.requests))  # shared by the workers
         async with AsyncExitStack() as stack:
             for role in options.sides:
                 settings = {"agent_id": f"{role}-demo", **AGENT_SETTINGS[role]}
@@ -103,7 +105,7 @@ class Run:
                 engine = self._engine(role, self.folder / role / "attach.sock")
                 engines[role] = await stack.enter_async_context(engine)
 
-            async def serve_in_turn() -> None:
+            async def worker() -> None:
                 for number in numbers:
                     prompt = options.prompts[number % len(options.prompts)]
                     served = Served(f"{self._id}-{number}", prompt)
@@ -114,7 +116,7 @@ class Run:
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.concurrency):
-                    tasks.start_soon(serve_in_turn)
+                    tasks.start_soon(worker)
             self.wait_for("all blocks to come back")
             self.report.leaks = {
                 role: await engine.ask(int, "settle") for role, engine in engines.items()
@@ -144,7 +146,7 @@ class Run:
             served.failed = f"{error.code}: {error.message}"
 
     @cached_property
-    def _alone(self) -> Callable[[str], list[Step]]:
+    def _generate_alone(self) -> Callable[[str], list[Step]]:
         from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - torch is slow
 
         options, model = self.options, Transformer(self.options.spec("alone"))

@@ -42,7 +42,7 @@ AgentSource = tuple[str, AgentConfig]
 
 
 def wanted_agents(paths: list[Path]) -> list[AgentSource]:
-    """Return the agents of these files, of the environment, or of both services' defaults.
+    """Return the agents of ``paths``, else of the environment, else both defaults.
 
     Raises `ConfigError`.
     """
@@ -50,9 +50,10 @@ def wanted_agents(paths: list[Path]) -> list[AgentSource]:
         return [(str(path), load_shared_config(path)) for path in paths]
     if variable("agent_id") in os.environ:
         return [("the environment", load_shared_config(None))]
+    defaults = {f"kvbus-{role}": dict(keys) for role, keys in DEFAULTS.items()}
     return [
-        (f"the defaults of {one}", convert_config(AgentConfig, dict(keys), source=one))
-        for one, keys in ((f"kvbus-{role}", keys) for role, keys in DEFAULTS.items())
+        (f"the defaults of {service}", convert_config(AgentConfig, keys, source=service))
+        for service, keys in defaults.items()
     ]
 
 
@@ -167,7 +168,7 @@ def _bind_error(address: str) -> str:
 def _folder(name: str, source: str, config: AgentConfig) -> Finding:
     """Check the runtime folder; remove the folders that the check creates."""
     folder, problem = config.runtime_path, ""
-    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         check_path_length(config.attach_path)
         prepare_folder(folder)
@@ -176,7 +177,7 @@ def _folder(name: str, source: str, config: AgentConfig) -> Finding:
     except ConfigError as error:
         problem = error.message
     finally:
-        for path in made:  # the innermost first
+        for path in missing:  # the innermost first
             with contextlib.suppress(OSError):
                 path.rmdir()
     return Finding(

@@ -102,9 +102,9 @@ def connect_problem(host: str, port: int) -> str:
 
 
 def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
-    """Check the agent's faults, packets both ways, the ports of KV, and its clock.
+    """Check the agent's sockets, faults, packet sizes, data ports and clock.
 
-    With a ``reader``, the agent on this side, also check the two as a pair.
+    Also check it as a pair with ``reader``, the decode agent that reads from it.
     """
     try:
         peer = replace(peer, told=peer.status())
@@ -130,8 +130,8 @@ def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[F
     if reader is not None:
         yield from _check_pair(peer, reader)
     elif peer.told.role is AgentRole.PREFILL and peer.told.sharing is not None:
-        here = structs.replace(NOTHING, sharing=sharing())
-        yield how_kv_comes("peer.one_machine", peer.told, here)
+        decode_here = structs.replace(NOTHING, sharing=sharing())
+        yield how_kv_comes("peer.one_machine", peer.told, decode_here)
 
 
 def _finding(

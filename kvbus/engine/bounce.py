@@ -266,11 +266,11 @@ class HostOffer:
         return self._offer.ticket
 
     def save(self, num_tokens: int, block_ids: BlockIds) -> Completion[None]:
-        """Save the tokens since the last call; ``num_tokens`` tokens are ready in all.
+        """Save the tokens since the last call; ``num_tokens`` counts all so far.
 
-        ``block_ids`` has the new blocks by group, in order of position; a partial last block
-        continues. The call with the last tokens passes the block of each state. Calls run in order.
-        The engine may reuse the blocks when the result is there.
+        ``block_ids`` lists the new blocks by group, in order of position, without a partial block
+        of the last call. The call with the last tokens lists the block of each state. Calls run in
+        order. The engine may reuse the blocks once the result arrives.
 
         Raises `GeometryError` for ids that are not unsigned 32-bit integers. The result raises
         `GeometryError` for blocks that do not fit the tokens, errors of the engine's copy function,

@@ -214,7 +214,7 @@ class Fetches(RequestRetrier[Fetch]):
         self._fetches[one.fetch_id] = one
 
     def answered(self, one: Fetch, reply: Fetched) -> None:
-        if one.notice is not None:  # given up before: only the blocks matter
+        if one.notice is not None:  # it has ended: the reply can only free the blocks
             if reply.blocks_free:
                 self._free(one.fetch_id)
             return

@@ -34,7 +34,7 @@ class Completion(Generic[T]):
         self._runner = runner
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] | None = []
-        """None once it has happened."""
+        """None once settled."""
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -50,16 +50,16 @@ class Completion(Generic[T]):
         return value
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Block as `result` does; return the error or None."""
+        """Return the error or None; block as `wait` does."""
         if not self.done():
             if self._runner is not None and timeout_s != 0:
                 self._runner.check_may_wait()
-            happened = threading.Event()
-            self.then(happened.set)
-            if not happened.wait(timeout_s):
+            settled = threading.Event()
+            self.then(settled.set)
+            if not settled.wait(timeout_s):
                 with self._lock:
                     if self._calls is not None:
-                        self._calls.remove(happened.set)
+                        self._calls.remove(settled.set)
                 raise TimeoutError
         return self._error
 

@@ -107,7 +107,7 @@ class Link:
             logger=logger,
             agent_wait_s=agent_wait_s,
         )
-        self._asking: dict[AgentRole, RequestRetrier[Any]] = {
+        self._retriers: dict[AgentRole, RequestRetrier[Any]] = {
             AgentRole.PREFILL: self._offers,
             AgentRole.DECODE: self._fetches,
         }
@@ -123,19 +123,19 @@ class Link:
         self._kept = self._sessions(role, control=control, logger=logger)
         self._control = self._kept[-1] if control else None
         if not control:
-            for asking in self._asking.values():
-                asking.problem = LocalError("a worker's link neither offers nor fetches")
+            for retrier in self._retriers.values():
+                retrier.problem = LocalError("a worker's link neither offers nor fetches")
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
-        """Start to attach, once, in the running ``loop`` or a new thread; never wait."""
-        runs_in = loop or asyncio.new_event_loop()
-        self.runner.begin(runs_in)
-        self._keeper = runs_in.create_task(self._keep())
+        """Start to attach, in the running ``loop`` or a new thread. Call once; never blocks."""
+        link_loop = loop or asyncio.new_event_loop()
+        self.runner.begin(link_loop)
+        self._keeper = link_loop.create_task(self._keep())
         if loop is None:
             self._thread = threading.Thread(
-                target=self._run, args=[runs_in], name="kvbus-link", daemon=True
+                target=self._run, args=[link_loop], name="kvbus-link", daemon=True
             )
             self._thread.start()
         return self
@@ -337,7 +337,7 @@ class Link:
         ]
         if control:
             name = f"{the} control session"
-            kept.append(keep(self._register, name=name, on_open=self._note_open))
+            kept.append(keep(self._register, name=name, on_open=self._on_open))
         return kept
 
     def _new_cells(self) -> SharedSegment | None:
@@ -379,19 +379,19 @@ class Link:
         if republishes:
             await connection.request(Republished(offers.ended_lately()))
 
-    def _note_open(self, connection: Connection) -> None:
+    def _on_open(self, connection: Connection) -> None:
         role = connection.agent.role
-        for needed, asking in self._asking.items():
+        for needed, retrier in self._retriers.items():
             if role is needed:
-                asking.opened(connection)
+                retrier.opened(connection)
             else:
-                asking.problem = LocalError(f"there is a {role} agent: a {needed} agent is needed")
+                retrier.problem = LocalError(f"there is a {role} agent: a {needed} agent is needed")
 
     def _note_change(self) -> None:
         problem = self.problem
         if self._control is not None and self._control.num_opened == 0:
-            for asking in self._asking.values():
-                asking.problem = self._control.problem or asking.problem
+            for retrier in self._retriers.values():
+                retrier.problem = self._control.problem or retrier.problem
         if self.is_open is not (problem is None):
             if problem is None:
                 self._is_open.set()

@@ -16,7 +16,7 @@ FEW_IDS = 64
 """Up to this many ids, Python is faster than a numpy call."""
 
 DENSE = 32
-"""Tables with one id in this many, or more, are marked in an array; others are sorted."""
+"""Below this ratio of largest id to number of ids, ids are marked in an array, not sorted."""
 
 BlockIds = npt.NDArray[np.uint32]
 
@@ -80,7 +80,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return BlockTable(ids=self.ids + more.ids, first_block=self.first_block)
 
     def check_below(self, num_blocks: int) -> int:
-        """Return the largest id, or -1; raises `GeometryError` from ``num_blocks`` on."""
+        """Return the largest id, or -1 if empty; raises `GeometryError` if out of range."""
         ids = self._ids()
         largest = max(ids, default=-1) if isinstance(ids, tuple) else int(ids.max())
         if largest >= num_blocks:
@@ -94,10 +94,9 @@ class BlockTable(msgspec.Struct, frozen=True):
     def check_ids(self, num_blocks: int) -> None:
         """Raise `GeometryError` unless all ids are distinct and below ``num_blocks``.
 
-        A repeated id would put two tokens into one slot. At most `MAX_BLOCKS` ids pass.
+        A repeated id would put two tokens into one slot. Also raises above `MAX_BLOCKS` ids.
         """
-        if len(self.ids) > 4 * MAX_BLOCKS:
-            _check_number(len(self))
+        _check_number(len(self))
         largest, ids = self.check_below(num_blocks), self._ids()
         if isinstance(ids, tuple):
             num_distinct = len(set(ids))

@@ -65,7 +65,7 @@ class KvLayout:
     def parse(cls, text: str, *, cross_layer: bool = False) -> "KvLayout":
         """Parse ``NHD`` or ``HND`` (within a block), or all axes: ``block,kv,token,head,dim``.
 
-        ``cross_layer`` adds the layer axis behind the block axis if ``text`` has none. Raises
+        ``cross_layer`` adds the layer axis after the block axis if ``text`` has none. Raises
         `GeometryError`.
         """
         inner = NAMED_ORDERS.get(text)
@@ -137,9 +137,9 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
 
 
 def slot_region(group: GroupSpec, tile: Tile) -> Region:
-    """Return the region of ``tile`` in its slot, with all positions in block 0.
+    """Return the region of a staging slot that holds ``tile``, packed, as one block.
 
-    ``group`` is either side's. Raises `GeometryError` for a tile that does not fit it.
+    ``group`` is that of either engine. Raises `GeometryError` if ``tile`` does not fit it.
     """
     check_held(group, tile, "tile")
     if tile.stop <= tile.start:

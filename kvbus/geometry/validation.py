@@ -48,15 +48,15 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
     """Raise `GeometryError` unless ``rank`` is a possible rank of ``spec``.
 
     Regions must fit their group and segment, must not overlap, and must hold each layer of the
-    pipeline stage once, with all parts. Regions of different groups may share bytes of equal block
-    ids.
+    pipeline stage once, with all parts. Regions of two groups may overlap if only blocks of equal
+    id share bytes.
     """
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
     _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
     groups = {group.name: group for group in spec.groups}
-    for number, region in enumerate(rank.regions):
-        where, group = f"region {number}", groups.get(region.group)
+    for index, region in enumerate(rank.regions):
+        where, group = f"region {index}", groups.get(region.group)
         if group is None:
             raise GeometryError(f"{where}: no group '{region.group}'", field="group")
         size_bytes = sizes.get(region.segment_id)
@@ -65,7 +65,8 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
         check_axes(group, region, where)
         _validate_extent(group, region, size_bytes, where)
     for group in spec.groups:
-        _validate_coverage(group, rank, whole=spec.pp_size == 1 and not group.state)
+        needs_all_layers = spec.pp_size == 1 and not group.state
+        _validate_coverage(group, rank, needs_all_layers=needs_all_layers)
     _refuse_overlaps(spec, rank)
 
 
@@ -152,12 +153,12 @@ def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: s
     )
 
 
-def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None:
+def _validate_coverage(group: GroupSpec, rank: RankSpec, *, needs_all_layers: bool) -> None:
     regions = [region for region in rank.regions if region.group == group.name]
     held = Counter(
         (layer, part) for region in regions for layer, part in product(region.layers, region.parts)
     )
-    layers = group.layers if whole else {layer for layer, _ in held}
+    layers = group.layers if needs_all_layers else {layer for layer, _ in held}
     missing = set(product(layers, group.parts)) - held.keys()
     _require(
         not missing,

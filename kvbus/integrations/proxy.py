@@ -103,12 +103,13 @@ class ProxiedRequest:
         return {**made, "max_tokens": 1, "stream": False, PARAMS: params}
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Start the response."""
         self.is_started, self.record["status"] = True, status
-        passed = {key: headers.get(key, "") for key in ("content-type", "retry-after")}
-        ours = {f"x-kvbus-{role}": self.record.get(role) for role in ("prefill", "decode")}
-        named = {**passed, **ours, "x-request-id": self.request_id}.items()
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in named if value]
-        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+        forwarded = {key: headers.get(key, "") for key in ("content-type", "retry-after")}
+        servers = {f"x-kvbus-{role}": self.record.get(role) for role in ("prefill", "decode")}
+        sent = {**forwarded, **servers, "x-request-id": self.request_id}.items()
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in sent if value]
+        await self.send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def send_chunk(self, chunk: bytes = b"") -> None:
         """Send a part of the body; an empty chunk ends it."""
@@ -201,7 +202,7 @@ class Proxy:
     async def _prefilled(self, call: ProxiedRequest) -> Mapping[str, Any]:
         """Return the ticket; empty if decode must compute the prompt itself."""
         try:
-            ticket = await self._ticket(call)
+            ticket = await self._request_ticket(call)
         except Failed as error:
             is_refused = error.answer.is_client_error
             call.record["handover"] = "refused" if is_refused else "prefill_failed"
@@ -212,21 +213,22 @@ class Proxy:
         call.record["handover"] = "handed_over" if ticket else "not_offered"
         return {PARAMS: ticket} if ticket else {}
 
-    async def _ticket(self, call: ProxiedRequest) -> Any:
-        async with self._asked("prefill", call, call.for_prefill()) as answer:
+    async def _request_ticket(self, call: ProxiedRequest) -> dict[str, Any] | None:
+        """Return the ticket, if any."""
+        async with self._stream("prefill", call, call.for_prefill()) as answer:
             await answer.aread()
         call.record["prefill_s"] = call.elapsed_s
-        said = f"prefill server {call.record['prefill']} answered {answer.status_code}"
+        why = f"prefill server {call.record['prefill']} answered {answer.status_code}"
         if answer.is_client_error:
-            raise Failed(said, answer=answer)
+            raise Failed(why, answer=answer)
         with contextlib.suppress(ValueError, AttributeError):
             if answer.status_code == httpx.codes.OK:
                 ticket = answer.json().get(PARAMS)
                 return ticket if isinstance(ticket, dict) else None
-        raise Failed(f"{said} without a completion")
+        raise Failed(f"{why} without a completion")
 
     async def _answer(self, call: ProxiedRequest, params: Mapping[str, Any]) -> None:
-        async with self._asked("decode", call, {**call.body, **params}) as theirs:
+        async with self._stream("decode", call, {**call.body, **params}) as theirs:
             await call.start(theirs.status_code, theirs.headers)
             async for chunk in theirs.aiter_raw():
                 call.record.setdefault("first_token_s", call.elapsed_s)
@@ -234,16 +236,17 @@ class Proxy:
         await call.send_chunk()
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _stream(
         self, role: str, call: ProxiedRequest, body: Mapping[str, Any]
     ) -> AsyncIterator[httpx.Response]:
         url = call.record[role] = next(self._turns[role])
-        given = call.http.headers
-        headers = {name: given[name] for name in ("authorization", "traceparent") if name in given}
+        received = call.http.headers
+        forwarded = ("authorization", "traceparent")
+        headers = {name: received[name] for name in forwarded if name in received}
         headers |= {"x-request-id": call.request_id, "accept-encoding": "identity"}
-        to = url + call.http.url.path
+        target = url + call.http.url.path
         try:
-            async with self._client.stream("POST", to, headers=headers, json=body) as answer:
+            async with self._client.stream("POST", target, headers=headers, json=body) as answer:
                 yield answer
         except httpx.RequestError as error:
             why = f"{role} server {url} failed: {str(error) or type(error).__name__}"

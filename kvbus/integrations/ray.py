@@ -32,7 +32,7 @@ from kvbus.protocol.ticket import MAX_REQUEST_ID, Rendezvous
 __all__ = ["KvbusConnectorBackend", "build_pd_openai_app", "register"]
 
 CONNECTOR = "KvbusConnector"
-MAX_NAMES = 1024
+MAX_RENDEZVOUS = 1024  # of prefill requests whose decode request has not come
 AGENTS = {"kv_producer": "prefill", "kv_consumer": "decode"}
 SIDES = {"prefill_config": "kv_producer", "decode_config": "kv_consumer"}
 
@@ -43,12 +43,12 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     def __init__(self, llm_config: Any) -> None:
         super().__init__(llm_config)
         self._agent: KeptAgent | None = None
-        self._names: OrderedDict[str, Rendezvous] = OrderedDict()
+        self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
         self._signs = False
 
     @property
     def concurrent_handoff(self) -> bool:
-        """False with signed tickets: Ray has no key to sign names."""
+        """False with signed tickets: Ray has no key to sign a rendezvous."""
         return not self._signs
 
     def setup(self) -> None:
@@ -76,18 +76,18 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         shaped = super().prepare_prefill_request(request=request, peer=peer)
-        at = (peer or {}).get("kvbus")
-        if at is not None and self.concurrent_handoff:
-            name = Rendezvous(
+        address = (peer or {}).get("kvbus")
+        if address is not None and self.concurrent_handoff:
+            rendezvous = Rendezvous(
                 secrets.token_hex(16),
-                at["endpoint"],
-                at["server_key"],
+                address["endpoint"],
+                address["server_key"],
                 request_id=str(request.request_id)[:MAX_REQUEST_ID],
             )
-            shaped.kv_transfer_params["transfer_id"] = name.transfer_id
-            self._names[request.request_id] = name
-            while len(self._names) > MAX_NAMES:
-                self._names.popitem(last=False)
+            shaped.kv_transfer_params["transfer_id"] = rendezvous.transfer_id
+            self._rendezvous[request.request_id] = rendezvous
+            while len(self._rendezvous) > MAX_RENDEZVOUS:
+                self._rendezvous.popitem(last=False)
         return shaped
 
     def prepare_decode_request(
@@ -96,12 +96,12 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
         shaped = super().prepare_decode_request(
             request=request, peer=peer, prefill_response=prefill_response
         )
-        name = self._names.pop(request.request_id, None)
-        if name is not None and prefill_response is None:
+        rendezvous = self._rendezvous.pop(request.request_id, None)
+        if rendezvous is not None and prefill_response is None:
             shaped.kv_transfer_params = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
-                "rendezvous": name.to_json(),
+                "rendezvous": rendezvous.to_json(),
             }
         return shaped
 

@@ -53,7 +53,7 @@ def curves_of(
 
 
 def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:
-    """Return the two keys, or None without keys; raises `ConfigError` if only one is given."""
+    """Return the CURVE keys, None if no option is given. Raises `ConfigError` for only one."""
     if bool(key_file) != bool(server_key):
         missing = "--server-key" if key_file else "--key-file"
         raise ConfigError(f"{missing}: needed as well; an agent with keys is asked with both")

@@ -50,7 +50,7 @@ def show(
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the public key in a key file, or the names and roles in a file of trusted keys."""
-    lines = read(path, lambda *_: None, MAX_BYTES).splitlines()
+    lines = read(path, lambda *_: None, MAX_BYTES).splitlines()  # with any file mode
     if any(line.startswith((b"public_key", b"secret_key")) for line in lines):
         key = read_public(path)
         if as_one_json:
@@ -70,10 +70,10 @@ def show(
             table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
         if table.row_count or not trusted.problems:
             Console().print(table)
-    told = list(trusted.problems[:MAX_PROBLEMS])
-    if (num_more := len(trusted.problems) - len(told)) > 0:
-        told.append(f"{path}: {num_more} more lines are wrong")
-    for problem in told:
+    shown = list(trusted.problems[:MAX_PROBLEMS])
+    if (num_more := len(trusted.problems) - len(shown)) > 0:
+        shown.append(f"{path}: {num_more} more lines are wrong")
+    for problem in shown:
         complain(problem)
     if trusted.problems:
         raise typer.Exit(1)

@@ -50,7 +50,7 @@ Line = tuple[str, TrustedKey | ConfigError | None]
 
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
-    """Append a line, also to a new file; raises `ConfigError`, also for a used name."""
+    """Append a line; create a missing file. Raises `ConfigError`, also if the name exists."""
     with _locked(path, create=True) as file:
         lines = _lines(file)
         if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
@@ -110,11 +110,11 @@ class TrustedKeys:
             reason = error.message if isinstance(error, ConfigError) else error.strerror
             problem = f"cannot read {self.path}: {reason}; nobody is trusted"
             self._stamp = None
-            return self._take([], problem) if (problem,) != self.problems else None
+            return self._apply([], problem) if (problem,) != self.problems else None
         self._stamp = stamp
-        return self._take(lines)
+        return self._apply(lines)
 
-    def _take(self, lines: list[Line], *problems: str) -> frozenset[str]:
+    def _apply(self, lines: list[Line], *problems: str) -> frozenset[str]:
         keys, roles = list[TrustedKey](), defaultdict[str, frozenset[Role]](frozenset)
         for number, (_, one) in enumerate(lines, start=1):
             if isinstance(one, ConfigError):

@@ -59,7 +59,7 @@ class BareAgent:
         self._agent = new_agent(f"bare-{os.getpid()}")
         self._registration = Registration(self._address, size_bytes, 0, "DRAM")
         self._agent.register(self._registration)
-        self._peer, self._there = "", 0
+        self._peer, self._remote_address = "", 0
         self._drives = threading.Event()
 
     def lend(self) -> MemoryLocation:
@@ -86,7 +86,7 @@ class BareAgent:
         location = msgspec.convert(lent, MemoryLocation)
         peer = read_metadata(location.metadata)
         self._agent.add_peer(peer)
-        self._peer, self._there = peer.name, location.address
+        self._peer, self._remote_address = peer.name, location.address
 
     def read(self) -> float:
         return self._read_s(self._rows["local"], self._rows["remote"])
@@ -98,23 +98,24 @@ class BareAgent:
     def measure(self, **lent: Any) -> float:
         """Return the median bytes per second of long READs."""
         self.connect(**lent)
-        places = [_long_row(number) for number in range(NUM_PLACES)]
-        for rows in places:  # connects, and takes the page faults
+        descriptors = [_long_row(number) for number in range(NUM_PLACES)]
+        for rows in descriptors:  # the first READs connect, and fault in the pages
             self._verify(rows, rows)
         times_s: list[float] = []
         began = time.perf_counter()
         while len(times_s) < LEAST_READS or (
             len(times_s) < MOST_READS and time.perf_counter() - began < MEASURE_S
         ):
-            rows = places[len(times_s) % NUM_PLACES]
+            rows = descriptors[len(times_s) % NUM_PLACES]
             times_s.append(self._read_s(rows, rows))
         return LONG_BYTES / statistics.median(times_s)
 
     def _read_s(self, local: Rows, remote: Rows) -> float:
-        here, there = _from(self._address, local), _from(self._there, remote)
+        local_rows = _at(self._address, local)
+        remote_rows = _at(self._remote_address, remote)
         kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
         began = time.perf_counter()
-        handle = self._agent.prepare(self._peer, here, there, kinds)
+        handle = self._agent.prepare(self._peer, local_rows, remote_rows, kinds)
         done = self._agent.post(handle, self._peer)
         while not done:
             done = self._agent.is_done(handle, self._peer)
@@ -136,7 +137,7 @@ def _long_row(number: int) -> Rows:
     return np.array([[number * LONG_BYTES, LONG_BYTES, 0]], np.uint64)
 
 
-def _from(address: int, rows: Rows) -> Rows:
+def _at(address: int, rows: Rows) -> Rows:
     moved = rows.copy()
     moved[:, 0] += np.uint64(address)
     return moved

@@ -93,9 +93,9 @@ class Engine:
         self.ring: HostPool | None = None
         ranks = range(spec.num_ranks) if ranks is None else ranks
         if ring_blocks is None:
-            made = [self.shared_cache(rank) for rank in ranks]
-            memory = [one for one, _ in made]
-            self.caches = self.mapped = [cache for _, cache in made]
+            pairs = [self.shared_cache(rank) for rank in ranks]
+            memory = [rank_memory for rank_memory, _ in pairs]
+            self.caches = self.mapped = [cache for _, cache in pairs]
         else:
             self.ring = HostPool(ring_blocks)
             buffers = [HostBuffer(spec, rank, ring_blocks) for rank in ranks]
@@ -199,14 +199,13 @@ class Engine:
         return Taking(fetch, began_s)
 
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
-        """Wait until no offer is live and no block is held, or until nothing changes for
-        ``stall_s``.
+        """Wait until no offer is live and no block is held, or nothing changes for ``stall_s``.
 
-        Return for each offer that ended since the last call when its last tokens were ready and
-        when its blocks were released, by `time.monotonic`.
+        Return two `time.monotonic` times of each offer that ended since the last call: when its
+        last tokens were ready, and when its blocks were released.
         """
-        before, left = -1, self._num_left
-        while left and left != before:
+        num_before, num_left = -1, self._num_left
+        while num_left and num_left != num_before:
             with anyio.move_on_after(stall_s):
                 for offered in list(self._offers):
                     with suppress(KVBusError):
@@ -214,7 +213,7 @@ class Engine:
                 for pool in (self.blocks, self.ring):
                     if pool is not None:
                         await pool.all_free()
-            before, left = left, self._num_left
+            num_before, num_left = num_left, self._num_left
         released = list(self._released)
         self._released.clear()
         return released

@@ -73,7 +73,7 @@ class BusErrors:
 
     def _handle(self, _number: int, siginfo: int, _context: Any) -> None:
         address = ctypes.c_void_p.from_address(siginfo + _ADDRESS_OFFSET).value or 0
-        if self._mended(address):
+        if self._mend(address):
             return
         # Another thread may have mended the mapping, and its owner unwatched it since: retry once.
         unknown = threading.get_ident(), address
@@ -81,7 +81,7 @@ class BusErrors:
             self.restore()  # the same access faults again, and ends the process
         self._unknown = unknown
 
-    def _mended(self, address: int) -> bool:
+    def _mend(self, address: int) -> bool:
         for first, (length_bytes, on_cut) in list(self._watched.items()):
             if first <= address < first + length_bytes:
                 with suppress(Exception):

@@ -134,13 +134,13 @@ def _address_of(buffer: Buffer) -> int:
 
 
 def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, Buffer]) -> None:
-    given = len(buffers[region.segment_id]) if region.segment_id in buffers else 0
-    reach = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
-    needed = region.offset_bytes + reach + itemsize
-    if needed > given:
+    given_bytes = len(buffers[region.segment_id]) if region.segment_id in buffers else 0
+    last_element = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
+    needed_bytes = region.offset_bytes + last_element + itemsize
+    if needed_bytes > given_bytes:
         raise GeometryError(
-            f"a region of group '{region.group}' ends at byte {needed} of segment "
-            f"'{region.segment_id}', which has {given}",
-            needed_bytes=needed,
-            given_bytes=given,
+            f"a region of group '{region.group}' ends at byte {needed_bytes} of segment "
+            f"'{region.segment_id}', which has {given_bytes}",
+            needed_bytes=needed_bytes,
+            given_bytes=given_bytes,
         )

@@ -77,7 +77,7 @@ class MappedFile(OwnedMemory):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Views keep this object alive."""
+        """numpy views keep this object alive."""
         return {
             "version": 3,
             "typestr": "|u1",

@@ -96,15 +96,15 @@ def copy_by_numpy(lattice: Lattice) -> None:
 
 
 class _Runs:
-    """A numpy array interface with one run at every address from ``first`` on."""
+    """A numpy array interface with one run at every address from ``first_address`` on."""
 
-    def __init__(self, first: int, num_addresses: int, run_bytes: int) -> None:
+    def __init__(self, first_address: int, num_addresses: int, run_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "typestr": "|u1",
             "shape": (num_addresses, run_bytes),
-            "strides": (1, 1),
-            "data": (first, False),
+            "strides": (1, 1),  # runs overlap
+            "data": (first_address, False),
         }
 
 

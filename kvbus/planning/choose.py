@@ -82,8 +82,9 @@ def least_tile_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
 
 
 # A fetch takes fixed_s + num_bytes / bytes_per_s. The ratio of its duration to the prediction
-# corrects both terms, each by its part of the time: short fetches teach the fixed time, long ones
-# the rate. Contention with other fetches is included in the duration.
+# corrects both terms: the larger one with the full weight, the smaller one with less. So short
+# fetches teach the fixed time, and long ones the rate. The weights make a mean at first, and later
+# an exponential average. Contention with other fetches is included in the duration.
 @dataclass(slots=True)
 class Learned:
     """Durations of fetches from one prefill agent on one path; the defaults are assumed."""
@@ -102,7 +103,9 @@ class Learned:
         predicted_s = self.predict_s(num_bytes)
         ratio = min(max(seconds / predicted_s, 1 / MAX_RATIO), MAX_RATIO)
         weight = max(WEIGHT, 1 / (self.num_observed + 1))
-        fixed, moving = self.fixed_s / predicted_s, 1 - self.fixed_s / predicted_s
-        self.fixed_s *= ratio ** (weight * fixed / max(fixed, moving))
-        self.bytes_per_s /= ratio ** (weight * moving / max(fixed, moving))
+        fixed_part = self.fixed_s / predicted_s
+        rate_part = 1 - fixed_part
+        larger_part = max(fixed_part, rate_part)
+        self.fixed_s *= ratio ** (weight * fixed_part / larger_part)
+        self.bytes_per_s /= ratio ** (weight * rate_part / larger_part)
         self.num_observed += 1

@@ -240,16 +240,15 @@ def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_
 def _offsets(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
     """Return each reader's index among the readers of each set of holders.
 
-    It starts at the lowest reader, so that agents that do not know each other's readers differ,
-    too.
+    Indices start at the lowest reader, which spreads agents of different readers over the holders.
     """
-    readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    readers_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for one in wanted:
-        if one.reader not in readers[one.candidates]:
-            readers[one.candidates].append(one.reader)
-    lowest = min((reader for row in readers.values() for reader in row), default=0)
+        if one.reader not in readers_of[one.candidates]:
+            readers_of[one.candidates].append(one.reader)
+    lowest = min((reader for readers in readers_of.values() for reader in readers), default=0)
     return {
         (candidates, reader): lowest + offset
-        for candidates, row in readers.items()
-        for offset, reader in enumerate(row)
+        for candidates, readers in readers_of.items()
+        for offset, reader in enumerate(readers)
     }

@@ -70,9 +70,9 @@ class RunPlan:
     ) -> None:
         corners: dict[_Form, list[tuple[int, int]]] = defaultdict(list)
         for share in shares:
-            for form, at in _pairs(sources[share.holder], targets[share.reader], share):
-                corners[form].append(at)
-        self._bundles = [_Bundle(form, at) for form, at in corners.items()]
+            for form, pair in _pairs(sources[share.holder], targets[share.reader], share):
+                corners[form].append(pair)
+        self._bundles = [_Bundle(form, pairs) for form, pairs in corners.items()]
 
     def num_runs(self, spans: Spans) -> int:
         """Return about how many runs these are, before neighbours are merged."""
@@ -184,18 +184,18 @@ class _Bundle:
     def add_few(
         self, runs: list[Run], source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> bool:
-        """Add the runs of [start, stop), or return False if they become many."""
-        _, (from_block, from_token, there, _), (to_block, to_token, here, _), _ = self.form
+        """Add the runs of [start, stop); return False if ``runs`` exceeds `MAX_FEW`."""
+        _, (from_block, from_token, from_size, _), (to_block, to_token, to_size, _), _ = self.form
         while start < stop:
-            at, within = start % there, start % here
-            end = min(stop, start - at + there, start - within + here)
+            from_index, to_index = start % from_size, start % to_size
+            end = min(stop, start - from_index + from_size, start - to_index + to_size)
             _, few = self._units.get(end - start) or self._unit(end - start)
             if not few or len(runs) + len(few) > MAX_FEW:
                 return False
-            out_of = source.block(start // there) * from_block + at * from_token
-            to = target.block(start // here) * to_block + within * to_token
+            from_bytes = source.block(start // from_size) * from_block + from_index * from_token
+            to_bytes = target.block(start // to_size) * to_block + to_index * to_token
             for target_bytes, source_bytes, run_bytes in few:
-                runs.append((to + target_bytes, out_of + source_bytes, run_bytes))
+                runs.append((to_bytes + target_bytes, from_bytes + source_bytes, run_bytes))
             start = end
         return True
 

@@ -55,10 +55,10 @@ class CommitCell:
     __slots__ = ("_found", "_live", "_number", "_secret", "_swap")
 
     def __init__(self, swap: Swap, ticket: Ticket) -> None:
-        told = msgspec.msgpack.encode(msgspec.structs.replace(ticket, traceparent=""))
+        packed = msgspec.msgpack.encode(msgspec.structs.replace(ticket, traceparent=""))
         self._swap, self._number = swap, ticket.cell % NUM_CELLS
         self._secret = ticket.secret
-        self._live = _value(told, b"", _LIVE)
+        self._live = _value(packed, b"", _LIVE)
         self._found: int | None = None
 
     @property
@@ -75,10 +75,10 @@ class CommitCell:
         return self._swap(self._number, self._live, mark) == self._live
 
     def close(self) -> ErrorCode | None:
-        """Close the cell: no reader can commit the offer by it any longer.
+        """Close the cell, so that no reader can commit the offer with it.
 
-        Return None if the cell was live, else the end of the offer. Either a reader has committed
-        it, or its engine has left the agent. The agent may not know of the latter yet.
+        Return None if the cell was live, else why the offer is over: a reader committed it, or its
+        engine left, perhaps unnoticed by the agent so far.
         """
         self._found = self._swap(self._number, self._live, 0)
         if self._found == self._live:
@@ -106,15 +106,15 @@ class CellNames:
     """
 
     def __init__(self, swap: Swap) -> None:
-        self._swap, self._round = swap, 0
+        self._swap, self._num_opened = swap, 0
         self._free = list(range(NUM_CELLS))
 
     def open(self) -> int:
-        """Return the name for a new offer; 0 if no cell is free."""
+        """Return a new name after writing it to a cell; 0 if no cell is free."""
         if not self._free:
             return 0
-        self._round += 1
-        name = self._round * NUM_CELLS + self._free.pop()
+        self._num_opened += 1
+        name = self._num_opened * NUM_CELLS + self._free.pop()
         self._put(name % NUM_CELLS, _named(name))
         return name
 

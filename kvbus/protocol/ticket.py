@@ -123,7 +123,7 @@ class Ticket(RouterTicket, frozen=True):
     """As in ``offer``. Not signed: a wrong value only makes the fetch slower."""
 
     def tables(self) -> dict[str, BlockTable]:
-        """Return the block tables in ``blocks``, or none if it is empty; raise `ProtocolError`."""
+        """Return the block tables in ``blocks``, by group. Raises `ProtocolError`."""
         if not self.blocks:
             return {}
         try:

@@ -54,7 +54,7 @@ class Transition(Generic[S]):
 def transitions(
     *rows: tuple[Sequence[S], Sequence[type[Any]], Handler, Sequence[S]],
 ) -> Mapping[tuple[S, type[Any]], Transition[S]]:
-    """Expand rows (states, kinds of events, handler, next states); by default a state stays."""
+    """Expand rows (states, event types, handler, next states); without next, the state stays."""
     return {
         (state, kind): Transition(handler, tuple(to) or (state,))
         for states, kinds, handler, to in rows
@@ -101,12 +101,12 @@ class History:
         self.kept_bytes = ENTRY_BYTES + STEP_BYTES * len(texts) + sum(texts)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each step; times count from the first kept step."""
+        """Yield a line for each kept step, with the time since the first of them."""
         started_at = self._steps[0][0] if self._steps else 0.0
-        for now, about, event, state, commands, error in self._steps:
-            led_to = ", ".join(kind.__name__ for kind in commands) or "-"
-            what = f"{about} {event.__name__}".lstrip() + (f" ({error})" if error else "")
-            yield f"+{now - started_at:.6f} s  {what} -> {state}: {led_to}"
+        for time_s, part, event, state, commands, error in self._steps:
+            names = ", ".join(command.__name__ for command in commands) or "-"
+            what = f"{part} {event.__name__}".lstrip() + (f" ({error})" if error else "")
+            yield f"+{time_s - started_at:.6f} s  {what} -> {state}: {names}"
 
 
 class Entry(Protocol):
@@ -375,7 +375,7 @@ class Driver(Generic[E]):
     #                                        ─▶ c2
     #                 ─▶ handle(B) ─▶ ...
     def dispatch(self, event: E | DeadlinePassed) -> None:
-        """Apply ``event`` and the events that follow; then raise errors of commands."""
+        """Apply ``event`` and the events that commands cause; then raise the commands' errors."""
         self._events.append(event)
         if self._running:
             return
@@ -385,7 +385,7 @@ class Driver(Generic[E]):
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
                     try:
                         self.commands[type(command)](command)
-                    except Exception as error:  # no thread, no memory, a defect: the others run
+                    except Exception as error:  # such as no memory: run the others
                         if self._on_defect is not None:
                             self._on_defect(error)
                         else:
@@ -397,12 +397,12 @@ class Driver(Generic[E]):
         if errors:
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
-    def fail_later(self, failed: Callable[[Exception], E]) -> None:
-        """Dispatch the failure of a dropped command in the loop; safe in any thread."""
+    def fail_later(self, failure: Callable[[Exception], E]) -> None:
+        """Dispatch the ``failure`` of a command whose `Promise` was dropped; thread-safe."""
 
         def fail() -> None:
             if not self._is_stopped:
-                self.dispatch(failed(RuntimeError("a command was dropped without its event")))
+                self.dispatch(failure(RuntimeError("a command was dropped without its event")))
 
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(fail)

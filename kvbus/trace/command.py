@@ -48,18 +48,18 @@ class Questions:
     problems: dict[str, KVBusError] = field(default_factory=dict)
 
     async def ask(self, agents: Sequence[OtherAgent]) -> None:
-        """Query ``agents`` and those that they name; repeat by ids where spans are missing."""
+        """Query ``agents`` and the agents they name; query those without spans again, by ids."""
         by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
-        known = {one.endpoint: one for one in agents}
+        agent_at = {one.endpoint: one for one in agents}
         await self._ask_all(agents, by_name)
         others = [one for trace in self.traces.values() for one in trace.answer.others]
-        named = [one for one in dict.fromkeys(others) if one.endpoint not in known]
-        known |= {one.endpoint: one for one in named}
+        named = [one for one in dict.fromkeys(others) if one.endpoint not in agent_at]
+        agent_at |= {one.endpoint: one for one in named}
         await self._ask_all(named, by_name)
-        silent = [known[at] for at, trace in self.traces.items() if not trace.spans]
-        if len(silent) < len(self.traces):
+        without_spans = [agent_at[at] for at, trace in self.traces.items() if not trace.spans]
+        if len(without_spans) < len(self.traces):  # the others give the ids
             ids = {key: self._id(key) for key in ("request_id", "offer_id", "fetch_id")}
-            await self._ask_all(silent, Trace(**ids))
+            await self._ask_all(without_spans, Trace(**ids))
 
     @property
     def told(self) -> list[AgentTrace]:
@@ -124,19 +124,19 @@ def trace(
     """Show one request over all agents, on one clock, and where its time went."""
     keys, server_keys = curves_of(key_file, server_key or [], len(peer))
     agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
-    asked = Questions(request_id, keys, timeout)
+    questions = Questions(request_id, keys, timeout)
     with waiting_for(f"{' and '.join(peer)} to answer"):
-        anyio.run(asked.ask, agents)
-    for endpoint, problem in asked.problems.items():
+        anyio.run(questions.ask, agents)
+    for endpoint, problem in questions.problems.items():
         if isinstance(problem, ConfigError):
             raise problem
         warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
         typer.echo(printable(warning), err=True)
-    timeline = Timeline.of(asked.told, now_s=time.monotonic())
+    timeline = Timeline.of(questions.told, now_s=time.monotonic())
     if not timeline.agents:
-        raise KVBusError(_unknown(asked))
+        raise KVBusError(_unknown(questions))
     if as_one_json:
-        write_json(_as_map(timeline, asked))
+        write_json(_as_map(timeline, questions))
         return
     _draw(timeline, Console())
 
@@ -152,23 +152,23 @@ def _draw(timeline: Timeline, console: Console) -> None:
         console.print(Text(failed, style="red"), soft_wrap=True)
 
 
-def _unknown(asked: Questions) -> str:
-    if not asked.traces:
+def _unknown(questions: Questions) -> str:
+    if not questions.traces:
         return (
             "no agent answered, so nothing is known; see that --peer is the peer address of one, "
             "and what kvbus doctor --only peer --peer says of the way there"
         )
-    heard = ", ".join(one.answer.agent_id for one in asked.told)
+    heard = ", ".join(one.answer.agent_id for one in questions.told)
     return (
-        f"no agent remembers '{asked.name}': asked {heard}. Agents forget the oldest of what has "
-        "ended (max_ended_bytes), and all of it when they end"
+        f"no agent remembers '{questions.name}': asked {heard}. Agents forget the oldest of what "
+        "has ended (max_ended_bytes), and all of it when they end"
     )
 
 
-def _as_map(timeline: Timeline, asked: Questions) -> dict[str, object]:
+def _as_map(timeline: Timeline, questions: Questions) -> dict[str, object]:
     """Times are in seconds from the start of the timeline."""
     return {
-        "id": asked.name,
+        "id": questions.name,
         "total_s": timeline.total_s,
         "verdict": failure_of(timeline) or timeline.verdict(),
         "shares_s": timeline.shares(),
@@ -192,7 +192,7 @@ def _as_map(timeline: Timeline, asked: Questions) -> dict[str, object]:
             }
             for one in timeline.agents
         ],
-        "problems": {at: error.message for at, error in asked.problems.items()},
+        "problems": {at: error.message for at, error in questions.problems.items()},
     }
 
 

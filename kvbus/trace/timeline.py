@@ -78,11 +78,13 @@ class Timeline:
         def closed(span: Span) -> Span:
             return structs.replace(span, end_s=now_s) if span.end_s is None else span
 
-        known = [replace(one, spans=tuple(map(closed, one.spans))) for one in agents if one.spans]
-        known.sort(key=lambda one: min(span.start_s for span in one.spans))
-        spans = [span for one in known for span in one.spans]
+        closed_traces = [
+            replace(one, spans=tuple(map(closed, one.spans))) for one in agents if one.spans
+        ]
+        closed_traces.sort(key=lambda one: min(span.start_s for span in one.spans))
+        spans = [span for one in closed_traces for span in one.spans]
         start_s = min((span.start_s for span in spans), default=now_s)
-        return cls(tuple(known), start_s, max(map(end_of, spans), default=now_s))
+        return cls(tuple(closed_traces), start_s, max(map(end_of, spans), default=now_s))
 
     @property
     def total_s(self) -> float:
@@ -90,11 +92,12 @@ class Timeline:
 
     def shares(self) -> dict[str, float]:
         """Return seconds by phrase, the largest first; they add up to `total_s`."""
-        covers = [cover for one in self.agents for cover in _covers(one.spans)]
-        times = sorted({self.start_s, self.end_s, *(t for one in covers for t in one[1:3])})
+        intervals = [interval for one in self.agents for interval in _intervals(one.spans)]
+        bounds = (bound for one in intervals for bound in (one.start_s, one.end_s))
+        times = sorted({self.start_s, self.end_s, *bounds})
         seconds: defaultdict[str, float] = defaultdict(float)
         for start_s, end_s in pairwise(times):
-            found = [one for one in covers if one.start_s <= start_s and end_s <= one.end_s]
+            found = [one for one in intervals if one.start_s <= start_s and end_s <= one.end_s]
             best = max(found, key=lambda one: one.rank, default=None)
             seconds[UNKNOWN if best is None else best.phrase] += end_s - start_s
         return dict(sorted(seconds.items(), key=lambda one: -one[1]))
@@ -132,7 +135,7 @@ def covered_s(spans: Sequence[Span]) -> float:
     return covered
 
 
-class _Cover(NamedTuple):
+class _Interval(NamedTuple):
     rank: int
     start_s: float
     end_s: float
@@ -142,13 +145,13 @@ class _Cover(NamedTuple):
 _RANKS = {AWAITED: 0, OFFER: 1, PENDING: 2, FETCH: 3}
 
 
-def _covers(spans: Sequence[Span]) -> Iterator[_Cover]:
+def _intervals(spans: Sequence[Span]) -> Iterator[_Interval]:
     root = ""
     for span in spans:
         root = span.name if span.depth == 0 else root
         phrase = PHRASES.get(root, {}).get(span.name)
         if phrase is not None and span.depth <= 1:
-            yield _Cover(_RANKS[root], span.start_s, end_of(span), phrase)
+            yield _Interval(_RANKS[root], span.start_s, end_of(span), phrase)
 
 
 def failure_of(timeline: Timeline) -> str:

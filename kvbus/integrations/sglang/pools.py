@@ -36,15 +36,15 @@ class Pools:
     pools: Mapping[str, Any]
 
     def engine(self, engine_id: str, model: str) -> EngineSpec:
-        sizes = get_parallel()
-        return EngineSpec(engine_id, model, sizes.attn_tp_size, self.groups, sizes.pp_size)
+        parallel = get_parallel()
+        return EngineSpec(engine_id, model, parallel.attn_tp_size, self.groups, parallel.pp_size)
 
     def share(self, engine: EngineSpec) -> RankMemory:
-        place = get_parallel()
-        rank = place.pp_rank * place.attn_tp_size + place.attn_tp_rank
+        parallel = get_parallel()
+        rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
         memory = describe_tensors(self.tensors, AXES, engine=engine, rank=rank)
         for pool in self.pools.values():
-            _read_addresses_again(pool)
+            _refresh_addresses(pool)  # its tensors have moved
         return memory
 
 
@@ -82,8 +82,8 @@ def leads() -> bool:
 
     The first rank of the last pipeline stage does: it computes last, and has the first token.
     """
-    place = get_parallel()
-    return bool(place.attn_tp_rank == 0 and place.pp_rank == place.pp_size - 1)
+    parallel = get_parallel()
+    return bool(parallel.attn_tp_rank == 0 and parallel.pp_rank == parallel.pp_size - 1)
 
 
 def _pools_by_group(pool: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:
     }
 
 
-def _read_addresses_again(pool: Any) -> None:
+def _refresh_addresses(pool: Any) -> None:
     if isinstance(pool, MHATokenToKVPool):
         pool._kv_buffer_descs = pool._build_kv_buffer_descs()
         pool._init_data_ptrs_and_strides()

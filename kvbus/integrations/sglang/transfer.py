@@ -116,7 +116,7 @@ class PlaceRequest:
         return self._place
 
 
-_noted: OrderedDict[int, RequestFacts] = OrderedDict()
+_facts_by_room: OrderedDict[int, RequestFacts] = OrderedDict()
 
 
 def note_request(manager: Manager, request: Any) -> None:
@@ -125,7 +125,7 @@ def note_request(manager: Manager, request: Any) -> None:
         # SGLang allocates more pages than the window fills, and would cache all of them as valid.
         request.skip_radix_cache_insert = True
     custom = request.sampling_params.custom_params
-    _noted[request.bootstrap_room] = RequestFacts(
+    _facts_by_room[request.bootstrap_room] = RequestFacts(
         num_tokens=len(tokens),
         digest=prompt_digest(tokens, [manager.lora_name(request.lora_id)]),
         given=custom.get(PARAMS_KEY) if isinstance(custom, Mapping) else None,
@@ -135,8 +135,8 @@ def note_request(manager: Manager, request: Any) -> None:
             *["return_sampling_mask"] * bool(request.return_sampling_mask),
         ],
     )
-    while len(_noted) > MAX_NOTED:
-        _noted.popitem(last=False)
+    while len(_facts_by_room) > MAX_NOTED:
+        _facts_by_room.popitem(last=False)
 
 
 def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
@@ -171,11 +171,11 @@ class Manager(CommonKVManager):
     def begin(self, queue: Any) -> None:
         """Share the pools of ``queue``, and attach without waiting for the agent.
 
-        Raises `ConfigError` for what kvbus does not hand over.
+        Raises `ConfigError` for pools or options that kvbus does not support.
         """
-        options, found = Options.of_environment(), pools.pools_of(queue)
+        options, rank_pools = Options.of_environment(), pools.pools_of(queue)
         role = AgentRole(self.disaggregation_mode.value)
-        engine = found.engine(
+        engine = rank_pools.engine(
             options.engine_id or f"sglang-{role}-{os.getppid()}",
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
@@ -191,7 +191,7 @@ class Manager(CommonKVManager):
         self.link = Link(
             options.attach,
             engine,
-            memory=found.share(engine),
+            memory=rank_pools.share(engine),
             control=self.leads,
             role=role,
             logger=logger,
@@ -281,7 +281,7 @@ class Sender(CommonKVSender):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._offer: Offer | None = None
-        self._noted = _noted.pop(self.bootstrap_room, None)
+        self._facts = _facts_by_room.pop(self.bootstrap_room, None)
         self._unsent: list[int] = []
         self._windows: dict[str, list[int]] = {}
         self._writes: list[Any] = []
@@ -291,9 +291,9 @@ class Sender(CommonKVSender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)
         if self.kv_mgr.leads:
-            self._offer = self._made()
+            self._offer = self._make_offer()
 
-    def _made(self) -> Offer:
+    def _make_offer(self) -> Offer:
         room = self.bootstrap_room
         return self.kv_mgr.link.offer(
             f"room-{room}",
@@ -301,7 +301,7 @@ class Sender(CommonKVSender):
             block_ids={} if self.aux_index is None else {pools.METADATA: [self.aux_index]},
             sealed=False,
             transfer_id=name_of(room),
-            prompt_digest=self._noted.digest if self._noted else "",
+            prompt_digest=self._facts.digest if self._facts else "",
             ttl_s=self.kv_mgr.bootstrap_timeout,
         )
 
@@ -316,7 +316,7 @@ class Sender(CommonKVSender):
             return
         if indices_event is not None:
             indices_event.synchronize()  # until then a stream copies the indices to the host
-        self._report()  # what was sent before has another event
+        self._extend_offer()  # what was sent before has another event
         self.curr_idx += len(kv_indices)
         self._has_all = self.curr_idx == self.num_kv_indices
         events, self._early_send_wait_event = [self._early_send_wait_event], None
@@ -326,7 +326,7 @@ class Sender(CommonKVSender):
         self._record_transfer_indices(kv_indices, state_indices)
         self._unsent += kv_indices.tolist()
         self._windows = _windows(state_indices)
-        self._report()
+        self._extend_offer()
 
     # SGLang sends some pages while a step may still write to them. With overlap scheduling these
     # are a cached prefix, before the next step is launched. With pipeline stages they are a chunk,
@@ -337,7 +337,7 @@ class Sender(CommonKVSender):
     #
     # Decode may read pages as soon as they are reported, so they wait here for the event. The
     # all-reduces of a step keep the ranks together, so the event of this rank stands for all.
-    def _report(self) -> None:
+    def _extend_offer(self) -> None:
         self._writes = [event for event in self._writes if not event.query()]
         manager, pages, windows = self.kv_mgr, self._unsent, self._windows
         if self._writes or self._is_sealed or not (pages or self._has_all):
@@ -348,8 +348,8 @@ class Sender(CommonKVSender):
         if self._offer is None or self._is_given_up:
             return
         num_tokens = self.curr_idx * manager.kv_args.page_size
-        if self._has_all and self._noted:
-            num_tokens = self._noted.num_tokens
+        if self._has_all and self._facts:
+            num_tokens = self._facts.num_tokens
         self._offer.extend(
             num_tokens,
             {pools.FULL: pages, **windows},
@@ -360,8 +360,8 @@ class Sender(CommonKVSender):
 
     def poll(self) -> Any:
         if self.conclude_state is None:
-            self._report()
-            self.conclude_state = self._ended()
+            self._extend_offer()
+            self.conclude_state = self._final_state()
         if self.conclude_state is not None:
             return self.conclude_state
         return KVPoll.Transferring if self._is_sealed else KVPoll.WaitingForInput
@@ -370,7 +370,7 @@ class Sender(CommonKVSender):
         """Called only in the first pipeline stage, for all stages, before any `send`."""
         return KVPoll.Failed if self._is_given_up else self.poll()
 
-    def _ended(self) -> Any:
+    def _final_state(self) -> Any:
         """Return None before the end. Ranks that do not lead wait for nothing."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._is_sealed else None
@@ -391,7 +391,7 @@ class Sender(CommonKVSender):
         if not self.kv_mgr.leads:
             return
         if self._offer is None:
-            self._offer = self._made()
+            self._offer = self._make_offer()
         self._offer.withdraw()
 
 
@@ -403,11 +403,11 @@ class Receiver(CommonKVReceiver):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._noted = _noted.pop(self.bootstrap_room, None)
+        self._facts = _facts_by_room.pop(self.bootstrap_room, None)
         self._fetch: Fetch | None = None
         self._place: PlaceRequest | None = None
-        self._start: Callable[[Mapping[str, Any]], Fetch] | None = None
-        self._is_asked = False
+        self._start_fetch: Callable[[Mapping[str, Any]], Fetch] | None = None
+        self._has_metadata = False
 
     def init(self, prefill_dp_rank: int) -> None:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
@@ -420,12 +420,12 @@ class Receiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        self._is_asked = True
+        self._has_metadata = True
         first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
         tables = {pools.FULL: kv_indices.tolist(), pools.METADATA: rows, **_windows(state_indices)}
         num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
-        if self._noted is not None:
-            num_tokens = self._noted.num_tokens
+        if self._facts is not None:
+            num_tokens = self._facts.num_tokens
         try:
             if (given := self._given()) is not None and aux_index is not None:
                 self.kv_mgr.write_row(aux_index, self.bootstrap_room, given)
@@ -434,41 +434,41 @@ class Receiver(CommonKVReceiver):
                 return
             if given is None:
                 self._place = self.kv_mgr.request_place(self.bootstrap_addr)
-            self._start = partial(
+            self._start_fetch = partial(
                 self.kv_mgr.link.fetch,
                 num_tokens=num_tokens,
                 first_token=min(first_token, num_tokens),
                 block_ids=tables,
                 timeout_s=self.kv_mgr.waiting_timeout,
-                prompt_digest=self._noted.digest if self._noted else "",
+                prompt_digest=self._facts.digest if self._facts else "",
             )
         except KVBusError as error:
             self._fail(str(error))
         self._fetch_soon()
 
     def _fetch_soon(self) -> None:
-        if self._start is None or self.conclude_state is not None:
+        if self._start_fetch is None or self.conclude_state is not None:
             return
         try:
             ticket = self._ticket()
             if ticket is not None:
-                self._fetch, self._start = self._start(ticket), None
+                self._fetch, self._start_fetch = self._start_fetch(ticket), None
         except KVBusError as error:
             self._fail(str(error))
 
     def _given(self) -> TicketAndToken | None:
         if not self.bootstrap_addr.startswith(f"{ELSEWHERE}:"):
             return None
-        noted = self._noted
+        facts = self._facts
         try:
-            given = msgspec.convert(noted.given if noted else None, TicketAndToken)
+            given = msgspec.convert(facts.given if facts else None, TicketAndToken)
         except msgspec.ValidationError as error:
             raise ProtocolError(
                 f"custom_params['{PARAMS_KEY}']: {reason_of(error)}; bootstrap_host '{ELSEWHERE}' "
                 "needs the ticket and the first token of the engine that prefilled"
             ) from error
-        untold = list(noted.untold) if noted else []
-        if noted and noted.wants_logprobs and given.first_logprob is None:
+        untold = list(facts.untold) if facts else []
+        if facts and facts.wants_logprobs and given.first_logprob is None:
             untold.append("return_logprob without first_logprob")
         if untold:
             if self.kv_mgr.leads:
@@ -490,15 +490,15 @@ class Receiver(CommonKVReceiver):
     def poll(self) -> Any:
         self._fetch_soon()
         if self.conclude_state is None:
-            self.conclude_state = self._ended()
+            self.conclude_state = self._final_state()
         if self.conclude_state is not None:
             return self.conclude_state
-        return KVPoll.Transferring if self._is_asked else KVPoll.WaitingForInput
+        return KVPoll.Transferring if self._has_metadata else KVPoll.WaitingForInput
 
-    def _ended(self) -> Any:
+    def _final_state(self) -> Any:
         """Return None while the pages may still be written to."""
         if not self.kv_mgr.leads:
-            return KVPoll.Success if self._is_asked else None
+            return KVPoll.Success if self._has_metadata else None
         fetch = self._fetch
         if fetch is None or fetch.notice is None or not fetch.are_blocks_free:
             return None

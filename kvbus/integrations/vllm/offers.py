@@ -56,19 +56,19 @@ class Tables(NamedTuple):
     partial: set[int]
 
 
-def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int) -> Tables:
-    """Return the blocks of tokens [first_token, num_tokens).
+def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, stop_token: int) -> Tables:
+    """Return the blocks of tokens [first_token, stop_token).
 
-    Raises `GeometryError` if vLLM does not keep one of them.
+    Raises `GeometryError` if vLLM lacks one of these blocks.
     """
     tables = Tables({}, {}, set())
     for group, ids in zip(engine.groups, block_ids, strict=True):
-        start, stop = group.positions(first_token, num_tokens)
+        start, stop = group.positions(first_token, stop_token)
         if start < stop:
             first = start // group.block_size
             tables.block_ids[group.name] = _needed(group, ids, first, stop)
             tables.first_blocks[group.name] = first
-            if start > max(first_token, first * group.block_size):
+            if start > max(first_token, first * group.block_size):  # a window begins in it
                 tables.partial.add(tables.block_ids[group.name][0])
     return tables
 

@@ -106,7 +106,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         """Free the blocks of ended offers, then note whether the request loads or offers."""
-        self._hear()
+        self._poll_links()
         params = request.kv_transfer_params or {}
         asks_to_offer = bool(params.get(ASKS_TO_OFFER))
         if asks_to_offer and params.get(TICKET):
@@ -126,7 +126,7 @@ class SchedulerSide:
         """
         if self._end_refused(request):
             return None, False
-        if self._uncache_partial():  # vLLM may just have found one of them for this request
+        if self._evict_partial():  # vLLM may just have found one of them for this request
             return None, False
         num_tokens = self._loads.matched(request.request_id, num_computed_tokens)
         return num_tokens, bool(num_tokens)
@@ -140,7 +140,7 @@ class SchedulerSide:
     ) -> None:
         block_ids = self._caches.select_transfer_block_ids(blocks.get_block_ids())
         self._loads.start(request.request_id, block_ids, num_external_tokens)
-        self._uncache_partial()
+        self._evict_partial()
         params = request.kv_transfer_params or {}
         is_offered = params.get(ASKS_TO_OFFER) and has_tokens(request)
         if is_offered and not is_of_later_prompt(request.request_id):
@@ -176,8 +176,8 @@ class SchedulerSide:
     # For a step
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
-        self._uncache_partial()
-        self._hear()
+        self._evict_partial()
+        self._poll_links()
         for request_id in scheduler_output.preempted_req_ids or ():  # others reuse its blocks
             self._offers.take_back(request_id)
             self._loads.lose_blocks(request_id)
@@ -192,7 +192,7 @@ class SchedulerSide:
     # Successful loads are reported here, where vLLM looks next. A worker could report them no
     # sooner. vLLM calls this only if some worker reports something, such as `StepDone`.
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        self._hear()
+        self._poll_links()
         loaded = self._loads.take_loaded()
         connector_output.finished_recving = {*(connector_output.finished_recving or ()), *loaded}
         if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
@@ -205,7 +205,7 @@ class SchedulerSide:
         Also True if blocks were freed just now: the next step finds them.
         """
         before = self._manager.block_pool.get_num_free_blocks()
-        self._hear()
+        self._poll_links()
         has_more = self._manager.block_pool.get_num_free_blocks() > before
         return has_more or self._offers.frees_soon(self._step)
 
@@ -215,7 +215,7 @@ class SchedulerSide:
     def get_kv_connector_stats(self) -> KvbusStats | None:
         return self._stats.take()
 
-    # vLLM takes every block that a load has filled for whole. If the beginning of a block was not
+    # vLLM treats every block that a load has filled as whole. If the beginning of a block was not
     # loaded, no other request may find the block: vLLM would read old data there. Its own request
     # continues with it. A partial block enters and leaves the prefix cache within one pass of
     # vLLM's scheduler:
@@ -228,11 +228,13 @@ class SchedulerSide:
     #     `build_connector_meta`             it leaves
     #
     # A whole block with the same hash stays.
-    def _uncache_partial(self) -> bool:
-        """Evict partial blocks from vLLM's prefix cache; return whether any was there."""
+    def _evict_partial(self) -> bool:
+        """Evict partial blocks from vLLM's prefix cache; return whether it had any."""
         pool = self._manager.block_pool
-        partial = self._loads.partial_blocks()
-        cached = {one for one in partial if pool.blocks[one].block_hash is not None}
+        partial_ids = self._loads.partial_blocks()
+        cached = {
+            block_id for block_id in partial_ids if pool.blocks[block_id].block_hash is not None
+        }
         pool.evict_blocks(cached)
         return bool(cached)
 
@@ -251,13 +253,13 @@ class SchedulerSide:
         skips = self._has_windows and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
 
-    def _hear(self) -> None:
+    def _poll_links(self) -> None:
         for link in self._control_links:
-            for one in link.ended():
-                if isinstance(one, Offer):
-                    self._offers.end(one)
+            for ended in link.ended():
+                if isinstance(ended, Offer):
+                    self._offers.end(ended)
                 else:
-                    self._loads.end(one)
+                    self._loads.end(ended)
 
     # Offers
 

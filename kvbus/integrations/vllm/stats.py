@@ -149,15 +149,15 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
                     self._series(key, engine_idx, first)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, _, labels, _, buckets in METRICS:
-            for reading in transfer_stats_data[key]:
-                if buckets:
-                    *named, value = reading if labels else (reading,)
-                    self._series(key, engine_idx, named).observe(value)
-                elif labels:
-                    self._series(key, engine_idx, [reading]).inc()
+        for metric in METRICS:
+            for reading in transfer_stats_data[metric.key]:
+                if metric.buckets:
+                    *labels, value = reading if metric.labels else (reading,)
+                    self._series(metric.key, engine_idx, labels).observe(value)
+                elif metric.labels:
+                    self._series(metric.key, engine_idx, [reading]).inc()
                 else:
-                    self._series(key, engine_idx, []).inc(reading)
+                    self._series(metric.key, engine_idx, []).inc(reading)
 
     def _series(self, key: str, engine_idx: int, labels: list[str]) -> Any:
         return self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *labels)

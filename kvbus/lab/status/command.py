@@ -130,7 +130,7 @@ def status(options: StatusOptions) -> None:
     try:
         with suppress(*([KeyboardInterrupt] if options.events else [])):
             if peer:
-                _ask_peer(options)
+                _query_peer(options)
             elif options.events or options.fetch or options.offer:
                 raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
             else:
@@ -147,30 +147,30 @@ def status(options: StatusOptions) -> None:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
 
-def _ask_peer(options: StatusOptions) -> None:
-    """Raise `RequestTimeout` without an answer, `RemoteError` if the fetch or offer is unknown."""
+def _query_peer(options: StatusOptions) -> None:
+    """Raise `RequestTimeout`, or `RemoteError` if the fetch or offer is unknown."""
     peer, curve = options.peer, curve_of(options.key_file, options.server_key)
     if options.events:
         topics = _topics_of(options.only or [])
         anyio.run(_follow, peer, curve, topics, options.request, options.count)
         return
-    asked = Status(fetch_id=options.fetch, offer_id=options.offer, faults=True)
-    ask = partial(ask_agent, peer, asked, timeout_s=options.timeout, curve=curve)
+    request = Status(fetch_id=options.fetch, offer_id=options.offer, faults=True)
+    query = partial(ask_agent, peer, request, timeout_s=options.timeout, curve=curve)
     with waiting_for(f"{peer} to answer"):
-        answer = anyio.run(ask)
-    _tell(peer, answer, asked, as_json=options.as_one_json)
+        reply = anyio.run(query)
+    _print_reply(peer, reply, request, as_json=options.as_one_json)
 
 
-def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> None:
-    name = asked.fetch_id or asked.offer_id
+def _print_reply(peer: str, reply: AgentStatus, request: Status, *, as_json: bool) -> None:
+    name = request.fetch_id or request.offer_id
     if as_json:
-        write_json(answer)
+        write_json(reply)
     else:
-        held = screen({peer: Between(Live(answer, "", 0.0, {}, ()))})
-        history = ["", f"history of {name}:", *answer.history] if answer.history else ()
-        write_text(text_of(held, *history))
-    if name and not answer.history:
-        kind = "fetch" if asked.fetch_id else "offer"
+        no_metrics = Live(reply, boot="", now_s=0.0, metrics={}, recent=())
+        history = ["", f"history of {name}:", *reply.history] if reply.history else ()
+        write_text(text_of(screen({peer: Between(no_metrics)}), *history))
+    if name and not reply.history:
+        kind = "fetch" if request.fetch_id else "offer"
         raise RemoteError(
             f"no {kind} '{name}' is known there, or no longer", code=ErrorCode(f"{kind}_unknown")
         )
@@ -234,17 +234,17 @@ def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_j
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
-    """Return the named agents, or that of this pod, from its environment; raises `ConfigError`."""
-    ours, token = gather(AgentConfig, None, knows_all=False).values, ""
-    if path := token_file or ours.get("http_token_file"):
+    """Return agents by address, by default this pod's agent or `DEFAULTS`; raises `ConfigError`."""
+    environment, token = gather(AgentConfig, None, knows_all=False).values, ""
+    if path := token_file or environment.get("http_token_file"):
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--token-file: cannot read {path}: {reason}") from error
-    our_bind = ours.get("http_bind")
-    wanted = addresses or ([our_bind] if our_bind else DEFAULTS)
-    return [HttpAgent(url, token) for url in dict.fromkeys(map(_url, wanted))]
+    own_bind = environment.get("http_bind")
+    chosen = addresses or ([own_bind] if own_bind else DEFAULTS)
+    return [HttpAgent(url, token) for url in dict.fromkeys(map(_url, chosen))]
 
 
 def _url(address: str) -> str:
@@ -313,7 +313,7 @@ async def _follow(
 
     Raises `KVBusError` if the agent refuses the status or the events.
     """
-    status = await _status_of(peer, curve)
+    status = await _await_status(peer, curve)
     if not status.events_endpoint:
         raise ConfigError("the agent is of an earlier version, which does not tell of its events")
     if status.view is not None and status.view.roles and not may_hear(status.view.roles):
@@ -333,7 +333,8 @@ async def _follow(
                 if lines.ended.is_set() or not lines.is_silent:
                     continue
                 # A restarted agent may publish its events at another endpoint.
-                before, status = status.events_endpoint, await _status_of(peer, curve, again=True)
+                before = status.events_endpoint
+                status = await _await_status(peer, curve, retries_refusals=True)
                 if status.events_endpoint == before:
                     _say(f"no events come from {before}: is that port open, and {TRUSTED}?")
                     continue
@@ -343,17 +344,19 @@ async def _follow(
             tasks.cancel_scope.cancel()
 
 
-async def _status_of(peer: str, curve: ClientCurve | None, *, again: bool = False) -> AgentStatus:
-    question, is_said = Status(key=curve.keys.public if curve else ""), False
+async def _await_status(
+    peer: str, curve: ClientCurve | None, *, retries_refusals: bool = False
+) -> AgentStatus:
+    request, is_reported = Status(key=curve.keys.public if curve else ""), False
     while True:
         try:
-            return await ask_agent(peer, question, timeout_s=ANSWER_S, curve=curve)
+            return await ask_agent(peer, request, timeout_s=ANSWER_S, curve=curve)
         except KVBusError as error:
-            if not (again or isinstance(error, RequestTimeout)):
+            if not (retries_refusals or isinstance(error, RequestTimeout)):
                 raise
-            if not is_said:
+            if not is_reported:
                 _say(f"no answer from {peer}, which is asked again: {error.message}")
-            is_said = True
+            is_reported = True
             await anyio.sleep(RETRY_S)
 
 

@@ -81,7 +81,7 @@ def _table(views: Sequence[Between]) -> Table:
     table = Table("", box=SIMPLE_HEAD, show_edge=False)
     for view in views:
         table.add_column(view.now.status.agent_id, overflow="fold")
-    for part in (_figures, _holdings):
+    for part in (_metric_rows, _holdings):
         columns = [dict(part(view)) for view in views]
         for name in dict.fromkeys(name for column in columns for name in column):
             cells = [column.get(name, "") for column in columns]
@@ -90,30 +90,30 @@ def _table(views: Sequence[Between]) -> Table:
     return table
 
 
-def _figures(view: Between) -> Iterator[tuple[str, str]]:
+def _metric_rows(view: Between) -> Iterator[tuple[str, str]]:
     status, metrics = view.now.status, view.now.metrics
     yield "role", status.role
     yield "state", "draining" if status.draining else "serving"
-    moved, took, outcome, data = (
+    counter, duration, lost, moved = (
         ("kvbus_handoffs_total", "kvbus_handoff_seconds", "failed", "read")
         if status.role is AgentRole.DECODE
         else ("kvbus_offers_total", "kvbus_offer_life_seconds", "expired", "packed")
     )
-    for name, rate, write in (
-        ("offers or handoffs a second", view.rate(moved), "{:,.1f}".format),
-        ("expired or failed a second", view.rate(moved, outcome=outcome), "{:,.1f}".format),
-        (data, view.rate(f"kvbus_{data}_bytes_total"), rate_text),
+    for label, value, formatted in (
+        ("offers or handoffs a second", view.rate(counter), "{:,.1f}".format),
+        ("expired or failed a second", view.rate(counter, outcome=lost), "{:,.1f}".format),
+        (moved, view.rate(f"kvbus_{moved}_bytes_total"), rate_text),
         ("peers", metrics.get("kvbus_peers"), "{:.0f}".format),
         ("withheld blocks", metrics.get("kvbus_quarantined_blocks"), "{:.0f}".format),
     ):
-        yield name, "" if rate is None else write(rate)
-    stages = [one[1] for key in metrics if (one := _STAGE.fullmatch(key))]
-    for name, spread in (
+        yield label, "" if value is None else formatted(value)
+    stages = [found[1] for key in metrics if (found := _STAGE.fullmatch(key))]
+    for label, percentiles in (
         ("loop lag, p50 / p99", view.spread("kvbus_event_loop_lag_seconds")),
-        ("offer's life or handoff, p50 / p99", view.spread(took)),
-        *((f"  {one}", view.spread("kvbus_stage_seconds", stage=one)) for one in stages),
+        ("offer's life or handoff, p50 / p99", view.spread(duration)),
+        *((f"  {stage}", view.spread("kvbus_stage_seconds", stage=stage)) for stage in stages),
     ):
-        yield name, "" if spread is None else " / ".join(map(time_text, spread))
+        yield label, "" if percentiles is None else " / ".join(map(time_text, percentiles))
 
 
 def _holdings(view: Between) -> Iterator[tuple[str, str]]:

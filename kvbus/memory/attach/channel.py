@@ -91,11 +91,11 @@ class FrameChannel:
             return True
 
     async def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for a frame without limit, and for its rest until the deadline.
+        """Return the next body and its descriptors, which the caller closes.
 
-        Returns the body and its descriptors, which the caller closes. Raises ``anyio.EndOfStream``
-        if the other side is gone, also within a frame, and ``ProtocolError`` if it broke the
-        format. Both end the channel.
+        Waits without limit for a frame to begin, and ``frame_timeout_s`` for its rest. Raises
+        ``anyio.EndOfStream`` if the other side is gone, ``ProtocolError`` for a wrong or unfinished
+        frame. Either error ends the channel.
         """
         await anyio.wait_readable(self._socket)
         fds: list[int] = []
@@ -117,15 +117,15 @@ class FrameChannel:
         Raises ``OSError`` if the other side is gone or a descriptor cannot be passed.
         """
         rest = memoryview(frame)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             while rest:
                 try:
-                    num_sent = self._socket.sendmsg([rest], rights)
+                    num_sent = self._socket.sendmsg([rest], ancillary)
                 except BlockingIOError:
                     await anyio.wait_writable(self._socket)
                 else:
-                    rest, rights = rest[num_sent:], []
+                    rest, ancillary = rest[num_sent:], []
         except BaseException:
             if len(rest) < len(frame):
                 self.hang_up()

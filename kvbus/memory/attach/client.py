@@ -75,7 +75,7 @@ class AttachClient:
         return answer
 
     async def call_for_fds(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Reply:
-        """As `call`, with the descriptors of the reply, which the caller closes."""
+        """Send as `call`; also return the reply's descriptors, which the caller closes."""
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"a message carries at most {MAX_FDS} descriptors")
         frame = encode_frame(message)

@@ -122,7 +122,7 @@ class AttachServer:
                 f"all {self._max_connections} attach connections are in use", code=ErrorCode.BUSY
             )
         limit, pid = self._max_process_connections, peer.pid
-        # 0 stands for any process of another container: the kernel gives no pid of it here
+        # pid 0 is any process of another PID namespace: the kernel hides its pid
         if pid and sum(other.peer.pid == pid for other in self._connections) >= limit:
             return LocalError(
                 f"process {pid} has {limit} attach connections, which is the limit",

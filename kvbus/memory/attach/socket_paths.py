@@ -142,14 +142,14 @@ class PeerIdentity(NamedTuple):
 
 
 # A folder is only as safe as its parents: a user who can write to a parent can rename the folder
-# and put another in its place. So the path is checked from the root down, name by name:
+# and put another in its place. So the path is checked from the root down, entry by entry:
 #
 #     /             root's, others cannot write      ok
 #     /tmp          all can write, sticky            ok: only the owner of an entry can rename it
 #     /tmp/kvbus-7  of root or of this user?         another user may have made it first: refused
 #     .../one       this user's, 0700                its content is ours
 #
-# When a name is checked, all its parents were found safe, so no other user can change it. Links are
+# All parents of an entry are safe before it is checked, so no other user can change it. Links are
 # followed by hand, so that the folders on their way are checked, too.
 def prepare_folder(folder: Path) -> None:
     """Make the folder with mode 0700, and its parents; check as `check_folder`."""
@@ -163,7 +163,7 @@ def check_folder(folder: Path) -> None:
 
 def _walk(folder: Path, *, make: bool) -> None:
     try:
-        _check_way(folder.absolute(), make=make)
+        _check_entries(folder.absolute(), make=make)
         _check_last(folder, folder.lstat())
     except OSError as error:
         verb = "make" if make else "see"
@@ -172,19 +172,19 @@ def _walk(folder: Path, *, make: bool) -> None:
         ) from error
 
 
-def _check_way(path: Path, *, make: bool, num_links: int = 0) -> None:
+def _check_entries(path: Path, *, make: bool, num_links: int = 0) -> None:
     if num_links > _MOST_LINKS:
         raise ConfigError(f"the way to the runtime directory has too many links: {path}")
     for at in (*reversed(path.parents), path):
         if make and not os.path.lexists(at):
             at.mkdir(mode=0o700, exist_ok=True)  # another process may be faster: checked below
         status = at.lstat()
-        _check_name(at, status)
+        _check_entry(at, status)
         if stat.S_ISLNK(status.st_mode):
-            _check_way(at.parent / at.readlink(), make=make, num_links=num_links + 1)
+            _check_entries(at.parent / at.readlink(), make=make, num_links=num_links + 1)
 
 
-def _check_name(path: Path, status: os.stat_result) -> None:
+def _check_entry(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"{path} belongs to uid {status.st_uid}, neither to us ({os.geteuid()}) nor to root: "

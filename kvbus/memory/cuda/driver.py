@@ -46,9 +46,9 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Return start and bytes of the allocation, or None if CUDA does not know them.
+    """Return start and bytes of the allocation around ``address``, or None if unknown.
 
-    It may not know memory of another process.
+    CUDA may not know memory of another process.
     """
     base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
     code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
@@ -80,13 +80,13 @@ def _call(name: str, *arguments: object) -> None:
     _check(getattr(nvidia_driver(), name)(*arguments), name.removesuffix("_v2"))
 
 
-def _check(code: int, name: str) -> None:
+def _check(code: int, call: str) -> None:
     if not code:
         return
-    text = ctypes.c_char_p()
-    nvidia_driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
-    known = text.value.decode() if text.value else f"CUDA error {code}"
-    raise SegmentError(f"{name}: {known}", cuda_error=code)
+    error_name = ctypes.c_char_p()
+    nvidia_driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(error_name))
+    reason = error_name.value.decode() if error_name.value else f"CUDA error {code}"
+    raise SegmentError(f"{call}: {reason}", cuda_error=code)
 
 
 def gpu_uuid(ordinal: int) -> str:
@@ -120,7 +120,7 @@ def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
 
 
 def gpu_of(device: torch.device) -> int:
-    """Return a device's number, by default the current one; raises `SegmentError`."""
+    """Return the number of ``device``, or of the current GPU; raises `SegmentError`."""
     check_cuda()
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if ordinal >= torch.cuda.device_count():

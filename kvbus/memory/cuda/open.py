@@ -162,7 +162,7 @@ class CopyStream:
             raise SegmentError(f"the engine's CUDA event cannot be opened: {error}") from error
 
     def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
-        """Wait for the engine's events, then for ``copy``. Blocks until its bytes are there.
+        """Wait for the engine's events, run ``copy``, and block until its bytes are there.
 
         ``gone`` returns whether the engine ended. Raises `LocalError` (``engine_lost``,
         ``timeout``), and what ``copy`` raises.

@@ -70,7 +70,7 @@ class CudaEvent:
 
 
 def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
-    """Share the tensor's whole storage; raises `SegmentError` if CUDA cannot."""
+    """Share the tensor's whole storage by CUDA IPC; raises `SegmentError`."""
     ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
     if storage.nbytes() == 0:
         raise SegmentError("an empty tensor has no memory to share")

@@ -168,9 +168,9 @@ class FetchHistories(Histories[FetchEntry]):
 
 def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
     history, requested = fetch.history, fetch.requested
-    there = asked_span(history, requested.asked.asked_s, depth=1)
-    pending = [span for asked in there for span in pending_span(requested.asked.wanted_s, asked)]
-    stages = there + forgotten_span(history, depth=1) + state_spans(history, FETCH, depth=1)
+    request_span = asked_span(history, requested.asked.asked_s, depth=1)
+    pending = [span for one in request_span for span in pending_span(requested.asked.wanted_s, one)]
+    stages = request_span + forgotten_span(history, depth=1) + state_spans(history, FETCH, depth=1)
     started_at = stages[0].start_s if stages else history.started_at or 0.0
     root = Span(
         name="fetch",
@@ -182,19 +182,19 @@ def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
     if reads is not None:
         transfers = [span for span in state_spans(reads, TRANSFERS, depth=2) if span.about]
     else:
-        transfers = _copied_at_once(fetch, stages)
+        transfers = _short_copy_spans(fetch, stages)
     return [root, *nested(stages, transfers), *pending]
 
 
-def _copied_at_once(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
-    """Return the spans of short copies of mapped memory: they have no transfer in the read
-    table."""
+def _short_copy_spans(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
+    """Return spans for short copies of mapped memory, which are not in the read table."""
     if fetch.path != Path.MAPPED:
         return []
-    reading = [one for one in stages if one.name == FetchState.READING]
+    name, about = TransferState.COPYING.value, "transfer 0"
     return [
-        Span(TransferState.COPYING.value, one.start_s, one.end_s, 2, "transfer 0")
-        for one in reading
+        Span(name, one.start_s, one.end_s, depth=2, about=about)
+        for one in stages
+        if one.name == FetchState.READING
     ]
 
 

@@ -5,6 +5,7 @@ start, or an engine of either side is ready ─▶ status ─▶ a handshake for
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import anyio
 import structlog
@@ -140,7 +141,7 @@ class PeerPreconnector:
         return one.peer
 
     def _pairs(self, peer: Peer, status: AgentStatus) -> dict[RouteKey, tuple[Ticket, LocalEngine]]:
-        """Return each pair of engines, with a ticket that has no offer and no secret."""
+        """Return all pairs of ready engines; the tickets have no offer and no secret."""
         tickets = [
             Ticket(
                 agent_id=status.agent_id,
@@ -158,7 +159,8 @@ class PeerPreconnector:
             if is_ready and engine_id in status.engine_instances
         ]
         engines = [engine for engine in self._agent.engines.engines.values() if engine.ready]
-        return {RouteKey.of(one, own): (one, own) for one in tickets for own in engines}
+        pairs = product(tickets, engines)
+        return {RouteKey.of(ticket, engine): (ticket, engine) for ticket, engine in pairs}
 
     def _note_cold(self, one: _Listed, error: KVBusError) -> None:
         if one.problem != error.message:

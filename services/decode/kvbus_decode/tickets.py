@@ -24,15 +24,15 @@ class TicketGate:
         self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def admit(self, fetch: StartFetch, engine_id: str) -> Ticket | Rendezvous:
-        """Return the ticket or rendezvous of a fetch. Raises `LocalError` or `ProtocolError`."""
+        """Return a fetch's valid ticket or rendezvous. Raises `LocalError` or `ProtocolError`."""
         if not Rendezvous.is_one(fetch.ticket):
             return self.admit_ticket(fetch.ticket, engine_id, fetch.prompt_digest)
-        meets = Rendezvous.from_json(fetch.ticket)
+        rendezvous = Rendezvous.from_json(fetch.ticket)
         if self._keys is not None:
-            self._keys.check_signature(meets)
-            self._keys.check_times(meets, now_s=time.time())
-        self._check_audience(meets.audience, engine_id)
-        return meets
+            self._keys.check_signature(rendezvous)
+            self._keys.check_times(rendezvous, now_s=time.time())
+        self._check_audience(rendezvous.audience, engine_id)
+        return rendezvous
 
     def admit_ticket(self, fields: Mapping[str, Any], engine_id: str, digest: str) -> Ticket:
         """Return a ticket of the prompt with this digest; raises as `admit` does."""

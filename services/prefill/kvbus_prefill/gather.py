@@ -174,7 +174,7 @@ class Packing:
             self._driver.dispatch(slots.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack)
-        work, num_bytes = _check_tile(engine, pack, max_bytes=self._agent.staging.slot_bytes)
+        work, num_bytes = _gather_of(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         offered_here = engine.control is not None
         if offered_here:
             now, is_state = self._agent.loop.time(), bool(work.group.state)
@@ -329,17 +329,14 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, 
     return memory, group
 
 
-def _check_tile(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
-    """Return the source and the bytes of a tile. Raises `GeometryError`.
-
-    The size is checked first: the mere description of a huge tile takes memory and time.
-    """
+def _gather_of(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
+    """Check a tile; return its source and its bytes. Raises `GeometryError`."""
     memory, group = _holder(engine, pack)
     part = pack.tile.parts[0]
     if part not in group.parts:
         raise GeometryError(f"group '{group.name}' has no part '{part}'", field="parts")
     num_bytes = slot_bytes(group, pack.tile)
-    if num_bytes > max_bytes:
+    if num_bytes > max_bytes:  # before `slot_region`, which is slow and large for a huge tile
         raise GeometryError(
             f"a tile of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
             "smaller one",

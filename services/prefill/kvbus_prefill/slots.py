@@ -89,7 +89,7 @@ class SlotWanted(Value, frozen=True):
 
     @property
     def turn(self) -> Key:
-        """Turn for a slot, then for a thread."""
+        """Key of its turn for a slot, then for a thread."""
         return Key(self.lease, self.pack.priority)
 
 
@@ -222,7 +222,7 @@ def abandon(tile: SlotEntry, event: Event, _: Context) -> Commands:
 
 
 def free(tile: SlotEntry, _event: Event, at: Context) -> Commands:
-    """Free or wipe the slot. A READ of it from now on is invalid."""
+    """Free or wipe the slot. Later READs of it are invalid."""
     if at.limits.wipe and tile.slot is not None:
         tile.state = WIPING
         return [StartWipe(tile.slot_id, tile.slot, tile.asked.slots)]
@@ -305,11 +305,11 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
     def _handle(self, event: Event, now: float) -> Commands:
         commands: Commands = []
         if isinstance(event, SlotWanted):
-            commands = self._ask(event, now)
+            commands = self._enqueue(event, now)
         elif not isinstance(event, DeadlinePassed):
             self.stopped |= isinstance(event, Stopped)
             commands = self._apply_all(self._hit_by(event), event, now)
-        return commands + self._take_turns(now)
+        return commands + self._grant_slots(now)
 
     def _hit_by(self, event: Event) -> list[SlotEntry]:
         match event:
@@ -330,18 +330,17 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             case _:
                 return list(self.live.values())
 
-    def _ask(self, asked: SlotWanted, now: float) -> Commands:
+    def _enqueue(self, wanted: SlotWanted, now: float) -> Commands:
         if self.stopped:
-            return [Refuse(asked.reply_to, LocalError("the agent stops", code=ErrorCode.CLOSED))]
-        slot_lease_s = min(asked.pack.slot_lease_s, self.limits.max_slot_lease_s)
-        tile = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
-        self._leases[asked.lease][tile.slot_id] = tile
-        self._pools[asked.slots].add(asked.turn, tile.slot_id)
-        self._add(tile, asked, now, ())
+            return [Refuse(wanted.reply_to, LocalError("the agent stops", code=ErrorCode.CLOSED))]
+        slot_lease_s = min(wanted.pack.slot_lease_s, self.limits.max_slot_lease_s)
+        tile = SlotEntry(next(self._ids), wanted, slot_lease_s, expires_at=now + slot_lease_s)
+        self._leases[wanted.lease][tile.slot_id] = tile
+        self._pools[wanted.slots].add(wanted.turn, tile.slot_id)
+        self._add(tile, wanted, now, ())
         return []
 
-    def _take_turns(self, now: float) -> Commands:
-        """Grant slots to waiting tiles. `Copiers` grants threads in the same turns."""
+    def _grant_slots(self, now: float) -> Commands:
         commands: Commands = []
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:

@@ -284,7 +284,7 @@ class FetchEntry:
         self.ask_at = sent_at + granted.lease_s / 3
 
     def drop_attempt(self) -> None:
-        """Drop the attempt's state; keep its tokens unless only the ticket named their blocks."""
+        """Clear the attempt's state; unless unconfirmed, also discard speculatively read tokens."""
         self.question, self.held, self.refresh_needed = None, None, False
         self.requested = replace(self.requested, has_route=False, speculative=None)
         if self.unconfirmed:

@@ -159,10 +159,7 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
-    """Return the pause before the next request, from the reply or the configuration.
-
-    Bounded, then lengthened up to twofold by ``jitter``.
-    """
+    """Return the bounded pause before the next request, lengthened by ``event.jitter``."""
     hint = event.error.detail.get("retry_after_s") if event.error is not None else None
     least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
     # The order matters: `max` returns its first argument for a hint of NaN.
@@ -380,6 +377,7 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
 def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
     pause_s = 0.0
     if fetch.attempts > 1:
+        # A table has no random numbers; the hash differs by fetch and attempt.
         jitter = crc32(f"{fetch.key} {fetch.attempts}".encode()) / 2**32
         pause_s = min(RETRY_S * 2 ** min(fetch.attempts - 2, 8), MAX_RETRY_S) * (1 + jitter) / 2
     if at.now + pause_s >= fetch.deadline:
@@ -391,20 +389,21 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
 
 
 def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
+    """Start the next attempt after its pause."""
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
     if fetch.ask_at is None or fetch.ask_at > at.now:
         return []
     fetch.attempts += 1
     fetch.ask_at = None
-    commits = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
+    repeats_commit = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
     if fetch.repeated:
         fetch.enter(COMMITTING, at.now)
-    elif fetch.requested.has_ticket and not (commits and not fetch.elsewhere):
+    elif fetch.requested.has_ticket and (fetch.elsewhere or not repeats_commit):
         fetch.enter(RESOLVING, at.now)
         return [resolve(fetch, at)]
     else:
-        fetch.enter(COMMITTING if commits else AWAITING, at.now)
+        fetch.enter(COMMITTING if repeats_commit else AWAITING, at.now)
     return [ev.AcquirePeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
 
 

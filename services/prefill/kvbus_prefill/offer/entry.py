@@ -99,15 +99,17 @@ class Lease:
     is_done: bool = False
 
     def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Commit]) -> bool:
-        """Return whether it belongs to an earlier process of the requesting agent.
+        """Return whether the requesting agent is a later process of the lease's reader.
 
-        Agent names are not authenticated. A false name ends one lease of the offer, while the
-        ticket's secret in the acquire could end the offer.
+        Agent names are not authenticated. But a false name ends only this lease, and its sender
+        has the ticket's secret, with which it could end the offer.
         """
         message = event.message
-        is_of_same = bool(self.reader_agent) and self.reader_agent == message.reader_agent
+        is_same_agent = bool(self.reader_agent) and self.reader_agent == message.reader_agent
         return (
-            is_of_same and self.reader_boot != message.reader_boot and self.holder == event.holder
+            is_same_agent
+            and self.reader_boot != message.reader_boot
+            and self.holder == event.holder
         )
 
 
@@ -207,11 +209,11 @@ class OfferEntry:
         }
 
     def check_right(self, event: ev.Asked[Any]) -> None:
-        """Raise `LocalError` (``forbidden``) unless the sender has the right to its request.
+        """Raise `LocalError` (``forbidden`` or ``offer_unknown``) without the right to a request.
 
-        An offer needs the ticket's secret, a lease its token and the key that acquired it. With the
-        token, another key may only have tiles packed. An unknown lease is stale in any case.
-        Another engine's offer is ``offer_unknown``.
+        A reader needs the ticket's secret. To renew or release a lease, it needs the lease's token
+        and the key that acquired it. `Pack` needs only the token. An unknown lease passes, and
+        is stale later. An engine needs its own offer.
         """
         match event.message:
             case Acquire(secret=secret) | Commit(secret=secret) | PeerWithdraw(secret=secret):

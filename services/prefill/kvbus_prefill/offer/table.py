@@ -53,13 +53,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.draining = False
         self._engines_awaited_until: float | None = None
-        self._requests: dict[tuple[str, str], str] = {}
+        self._offer_id_by_request: dict[tuple[str, str], str] = {}
         self._named: dict[str, OfferEntry] = {}
         self._used_names: OrderedDict[str, UsedName] = OrderedDict()
 
     @property
     def num_offers(self) -> int:
-        return len(self._requests)
+        return len(self._offer_id_by_request)
 
     @property
     def num_waiting(self) -> int:
@@ -227,11 +227,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise LocalError(
                 "an offer with this transfer_id was made before", code=ErrorCode.OFFER_EXISTS
             )
-        if request in self._requests:
+        if request in self._offer_id_by_request:
             raise LocalError(
                 f"request '{ticket.request_id}' is already offered",
                 code=ErrorCode.OFFER_EXISTS,
-                offer_id=self._requests[request],
+                offer_id=self._offer_id_by_request[request],
             )
         is_again = event.message.left_s is not None  # another agent of this size had them all
         if self.num_offers >= self.limits.max_offers * (2 if is_again else 1):
@@ -240,7 +240,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_offers=self.limits.max_offers,
             )
-        self._requests[request] = ticket.offer_id
+        self._offer_id_by_request[request] = ticket.offer_id
         return self._enter_as(ticket.offer_id, name)
 
     def _restore(self, event: ev.Restored, now: float) -> Commands:
@@ -258,8 +258,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             if used is not None:
                 return [done(event)]
         elif used is not None:
-            over = LocalError("the offer is over", code=used.code)
-            raise given_up() if used.code is ErrorCode.CANCELLED else over
+            error = LocalError("the offer is over", code=used.code)
+            raise given_up() if used.code is ErrorCode.CANCELLED else error
         elif offer is None or offer.state is OfferState.AWAITED:
             if offer is None and self.draining:
                 raise draining()
@@ -320,8 +320,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             del self.live[offer.offer_id]
         else:
             request = offer.engine_id, offer.request_id
-            if self._requests.get(request) == offer.offer_id:
-                del self._requests[request]
+            if self._offer_id_by_request.get(request) == offer.offer_id:
+                del self._offer_id_by_request[request]
             super()._retire(offer)
         if not name or offer.ended_by is ErrorCode.OFFER_UNKNOWN:
             return

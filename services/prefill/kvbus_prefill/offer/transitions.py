@@ -168,13 +168,13 @@ def _leave(offer: OfferEntry, reply_to: object) -> None:
 
 
 def extend(offer: OfferEntry, event: ev.Asked[ExtendOffer], at: Context) -> Commands:
-    more = event.message
-    if more.num_tokens < offer.num_tokens:
+    message = event.message
+    if message.num_tokens < offer.num_tokens:
         raise LocalError(
-            f"offer has {offer.num_tokens} tokens, an extension cannot leave {more.num_tokens}"
+            f"offer has {offer.num_tokens} tokens, an extension cannot leave {message.num_tokens}"
         )
-    offer.tables = offer.tables_with(more.tables)
-    offer.num_tokens = more.num_tokens
+    offer.tables = offer.tables_with(message.tables)
+    offer.num_tokens = message.num_tokens
     offer.wait_until(at.now + offer.ttl_s)
     return [done(event), offer.published("offer.extended")]
 
