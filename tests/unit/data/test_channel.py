@@ -18,14 +18,14 @@ Ends = tuple[Channel[ToData, FromData], Channel[FromData, ToData]]
 MANY = """
 import os, resource, socket
 from kvbus.data.channel import channel_to_control, channel_to_data
-from kvbus.data.messages import Ping
+from kvbus.data.messages import Barrier
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 8192))
 if os.geteuid() == 0:
     os.setuid(65534)  # the kernel lets root have any number of descriptors on their way
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sender, receiver = channel_to_data(ours), channel_to_control(theirs)
 for number in range(22):
-    sender.send(Ping(id=number), [0] * 64)
+    sender.send(Barrier(id=number), [0] * 64)
 was_kept, found = sender.has_unsent, []
 while len(found) < 22:
     message, fds = receiver.receive() or (None, [])
