@@ -98,10 +98,13 @@ class Site:
         return all(bool((view.view(torch.uint8) == GOOD).all()) for view in views)
 
     async def works(self) -> bool:
-        """Whether a handoff completes, by its word or not; a route is warm after it."""
+        """Whether a handoff completes, by its cell or not; afterwards its route is known."""
         offer = await self.offer()
         await self.fetch(offer).ended
-        return self.has_all() and await offer.ended is Outcome.COMPLETED
+        is_completed = self.has_all() and await offer.ended is Outcome.COMPLETED
+        # The callback of this end writes in another thread, and the next offer fills the cache.
+        await until(lambda: bool((self.cache == POISON).all()))
+        return is_completed
 
 
 @asynccontextmanager
