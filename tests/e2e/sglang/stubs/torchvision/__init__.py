@@ -14,7 +14,7 @@ class InterpolationMode(enum.Enum):
     NEAREST_EXACT = "nearest-exact"
     BILINEAR = "bilinear"
     BICUBIC = "bicubic"
-    TILE = "tile"
+    BOX = "box"
     HAMMING = "hamming"
     LANCZOS = "lanczos"
 
