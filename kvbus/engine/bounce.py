@@ -10,6 +10,7 @@ blocks like any other KV cache:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -77,6 +78,13 @@ class HostPool:
             self._is_free[group][ids] = True
         self._released.set()
         self._released = anyio.Event()
+
+    @contextmanager
+    def released_on_error(self, tables: Mapping[str, Ids]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(self.release, tables)
+            yield
+            stack.pop_all()
 
     async def all_free(self) -> None:
         while self.num_held:
@@ -249,8 +257,9 @@ class HostOffer:
             end, first = num_blocks_for(last, group.block_size), firsts.get(group.name, 0)
             wanted[group.name] = max(0, end - first)
             self._device[group.name] = BlockTable(b"", first)
-        self._tables = await self._host.pool.acquire(wanted, wait_s=wait_s)
-        offer = self._host.link.offer(request_id, num_tokens=0, block_ids=self._tables, **options)
+        self._tables = tables = await self._host.pool.acquire(wanted, wait_s=wait_s)
+        with self._host.pool.released_on_error(tables):
+            offer = self._host.link.offer(request_id, num_tokens=0, block_ids=tables, **options)
         self._offer, self.ended = offer, offer.ended
         self.ended.then(self._on_ended)
         await offer
@@ -397,6 +406,8 @@ class HostFetch(Handle):
             ended = error
         except KVBusError as error:
             ended = _failed(error.message, error.code, "requested")
+        except TypeError as error:  # `Link.fetch` has no such option
+            ended = _failed(str(error), ErrorCode.INVALID, "requested")
         finally:
             self.freed.settle(None)
             self.ended.settle(ended)
@@ -409,9 +420,10 @@ class HostFetch(Handle):
         if self._waits.cancel_called:
             pool.release(tables)
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, "requested")
-        fetch = self._fetch = self._host.link.fetch(
-            ticket, num_tokens=self._span[1], block_ids=tables, **self._options
-        )
+        with pool.released_on_error(tables):
+            fetch = self._fetch = self._host.link.fetch(
+                ticket, num_tokens=self._span[1], block_ids=tables, **self._options
+            )
         try:
             fetched = await fetch.ended
         except FetchFailed as error:  # the agent writes into host blocks only

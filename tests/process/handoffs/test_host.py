@@ -101,6 +101,23 @@ async def withdraw(ticket: Mapping[str, Any]) -> None:
     await ask_agent(read.endpoint, message, timeout_s=60.0)
 
 
+async def test_request_with_a_wrong_option_releases_host_blocks(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    wrong: dict[str, Any] = {"nonsense": 1}
+    async with two(prefill, decode) as (source, target):
+        offer = await offered(source)
+        with pytest.raises(TypeError, match="nonsense"):
+            await source.host.offer("other", num_tokens=SIZE, **wrong)
+        assert source.host.pool.num_held == 1
+
+        failure = await failure_of(target.decode.fetch(offer.ticket, **ONE_BLOCK, **wrong))
+        assert failure.code is ErrorCode.INVALID
+        assert "nonsense" in failure.message
+        assert target.host.pool.num_held == 0
+        await offer.withdraw()
+
+
 async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
