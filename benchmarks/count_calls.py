@@ -2,7 +2,7 @@
 
     python benchmarks/count_calls.py [--rounds 9] [--verbose] [--json]
 
-Three figures: a mapped and a direct fetch of one block on a warm route, and one more tile of a
+Three figures: a mapped and a direct fetch of one block on a connected route, and one more tile of a
 packed fetch (the difference between fetches of 8 and of 4 tiles, by 4). The agents are real
 processes, started by their entry points with a profiler below them; this process is both engines.
 What counts:

@@ -99,7 +99,7 @@ class ErrorCode(StrEnum):
     OFFER_EXISTS = "offer_exists"
     """The request already has a live offer. Do: withdraw that offer first; the detail names it."""
     OFFER_OPEN = "offer_open"
-    """The offer is not sealed: it cannot be taken, and its states are not available. Do: renew
+    """The offer is not sealed: it cannot be committed, and its states are not available. Do: renew
     until it is sealed."""
     OFFER_SEALED = "offer_sealed"
     """The offer is sealed and cannot change. Do: make a new offer."""
@@ -108,7 +108,7 @@ class ErrorCode(StrEnum):
     OFFER_EXPIRED = "offer_expired"
     """The offer was not read in time. Do: compute the prompt; raise ``ttl_s`` if this is common."""
     OFFER_COMPLETED = "offer_completed"
-    """The offer was read and taken. Do: nothing."""
+    """The offer was read and committed. Do: nothing."""
     LEASE_EXPIRED = "lease_expired"
     """The lease of the offer or of a staging slot ended before all bytes were read. Do: retry with
     a longer lease."""

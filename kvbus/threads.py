@@ -1,4 +1,4 @@
-"""Thread pools whose threads run from the start, and an interpreter that pauses them seldom."""
+"""Thread pools whose threads run from the start, and interpreter settings for short pauses."""
 
 import gc
 import sys

@@ -22,7 +22,7 @@ typedef struct {
 
 static job jobs[MAX_JOBS];
 
-/* The page of cells: a decode agent of this machine takes an offer by its cell, without a question.
+/* The page of cells: a decode agent of this machine commits an offer by its cell, without a request.
  * Each job has the cell of its own number, and a new name for each offer. */
 
 enum { NUM_CELLS = 512 };

@@ -119,7 +119,7 @@ enum {
 #define KVBUS_CODE_OFFER_UNKNOWN "offer_unknown"
 /* The request already has a live offer. */
 #define KVBUS_CODE_OFFER_EXISTS "offer_exists"
-/* The offer is not sealed: it cannot be taken, and its states are not available. */
+/* The offer is not sealed: it cannot be committed, and its states are not available. */
 #define KVBUS_CODE_OFFER_OPEN "offer_open"
 /* The offer is sealed and cannot change. */
 #define KVBUS_CODE_OFFER_SEALED "offer_sealed"
@@ -127,7 +127,7 @@ enum {
 #define KVBUS_CODE_OFFER_WITHDRAWN "offer_withdrawn"
 /* The offer was not read in time. */
 #define KVBUS_CODE_OFFER_EXPIRED "offer_expired"
-/* The offer was read and taken. */
+/* The offer was read and committed. */
 #define KVBUS_CODE_OFFER_COMPLETED "offer_completed"
 /* The lease of the offer or of a staging slot ended before all bytes were read. */
 #define KVBUS_CODE_LEASE_EXPIRED "lease_expired"

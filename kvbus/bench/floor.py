@@ -21,6 +21,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from kvbus.bench.figures import STAGES
 from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     SocketOptions,
@@ -38,7 +39,6 @@ TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
 FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
 COMMIT = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
 RELEASED = {"offer_id": "o" * 32, "request_id": "q" * 32, "outcome": "completed"}
-STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
 FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
 
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode

@@ -92,7 +92,7 @@ class PendingCalls:
         """Share ``most`` calls of one op between the tenants."""
         self._permits[op] = Permits(most)
 
-    # Requests that wait must not block requests that work. Acquires, renewals and takes are
+    # Requests that wait must not block requests that work. Acquires, renewals and commits are
     # answered at once, so they need no room. Among waiting requests, each tenant has its share of
     # the calls with one op.
     def add(self, call: Call, *, waits: bool) -> bool:

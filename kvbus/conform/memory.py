@@ -101,7 +101,7 @@ class LiveCell:
 
     @property
     def is_open(self) -> bool:
-        """Whether a decode agent could still take the offer."""
+        """Whether a decode agent could still commit the offer."""
         return bool(self.page[self.number] == self.value)
 
 

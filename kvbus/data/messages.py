@@ -165,7 +165,7 @@ class DriveProgress(DataRequest, frozen=True):
 
 
 class Barrier(DataRequest, frozen=True):
-    """Reply at once."""
+    """Reply at once, after all earlier requests were read."""
 
 
 class ListListening(DataRequest, frozen=True):

@@ -406,7 +406,7 @@ class HostFetch(Handle):
             ended = error
         except KVBusError as error:
             ended = _failed(error.message, error.code, "requested")
-        except TypeError as error:  # `Link.fetch` has no such option
+        except (TypeError, ValueError) as error:  # an unknown option, or no ticket
             ended = _failed(str(error), ErrorCode.INVALID, "requested")
         finally:
             self.freed.settle(None)

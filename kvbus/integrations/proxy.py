@@ -76,7 +76,7 @@ class ProxiedRequest:
         try:
             self.body = json.loads(await self.http.body())
             self.body.pop(PARAMS, None)  # never trust a client's params
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, RecursionError, AttributeError, TypeError) as error:
             raise Failed(f"the body is not a JSON object: {error}", status=400) from error
 
     def why_alone(self) -> str | None:
@@ -149,8 +149,14 @@ class Proxy:
         self.asgi = Starlette(routes=routes)
 
     async def _health(self, _: Request) -> Response:
-        pools = self._pools.values()
-        seen = {url: await self._state(url) for urls in pools for url in urls}
+        pools, seen = self._pools.values(), dict[str, str]()
+
+        async def check(url: str) -> None:
+            seen[url] = await self._state(url)
+
+        async with anyio.create_task_group() as tasks:
+            for url in {url for urls in pools for url in urls}:
+                tasks.start_soon(check, url)
         is_ready = all("healthy" in map(seen.get, urls) for urls in pools)
         return JSONResponse({"ready": is_ready, **seen}, 200 if is_ready else 503)
 
@@ -221,7 +227,7 @@ class Proxy:
         why = f"prefill server {call.record['prefill']} answered {answer.status_code}"
         if answer.is_client_error:
             raise Failed(why, answer=answer)
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
             if answer.status_code == httpx.codes.OK:
                 ticket = answer.json().get(PARAMS)
                 return ticket if isinstance(ticket, dict) else None

@@ -163,6 +163,7 @@ class Engine:
                 first_blocks=first_blocks,
                 wait_s=self._wait_s,
                 ttl_s=ttl_s,
+                **options,
             )
             offered = Offered(made, ready_s)
             offered.states = {

@@ -19,7 +19,7 @@ NUM_CELLS = CELLS_BYTES // 8
 Swap = Callable[[int, int, int], int]
 """Compare-and-swap: ``swap(number, expected, value)`` sets the cell if it equals ``expected``, and
 returns its previous value."""
-_LIVE, _TAKEN, _NAMED = 1, 2, 3
+_LIVE, _COMMITTED, _NAMED = 1, 2, 3
 
 
 # Why a swap by the reader is as good as a successful commit at the prefill agent:
@@ -50,7 +50,7 @@ _LIVE, _TAKEN, _NAMED = 1, 2, 3
 # Messages to the agent have no such order. The end of an engine may arrive after the commit of a
 # reader that read blocks as they were written after that end. The cell decides.
 class CommitCell:
-    """Eight bytes that both engines map. A compare-and-swap there replaces the `Commit` message."""
+    """Eight bytes that the prefill engine and both agents map. A swap replaces `Commit`."""
 
     __slots__ = ("_found", "_live", "_number", "_secret", "_swap")
 
@@ -88,12 +88,12 @@ class CommitCell:
     @property
     def commits(self) -> tuple[int, ...]:
         """The mark of the commit that `close` found, if there was one."""
-        return (self._found,) if self._found and self._found & 3 == _TAKEN else ()
+        return (self._found,) if self._found and self._found & 3 == _COMMITTED else ()
 
     @property
     def is_committed(self) -> bool:
         """Whether a reader has committed the offer. False once the cell is closed."""
-        return not self.is_closed and self._swap(self._number, 0, 0) & 3 == _TAKEN
+        return not self.is_closed and self._swap(self._number, 0, 0) & 3 == _COMMITTED
 
     def is_committed_by(self, token: str) -> bool:
         """Return whether a reader with this token has committed the offer."""
@@ -125,7 +125,7 @@ class CellNames:
         """
         found = self._put(name % NUM_CELLS, 0)
         self._free.append(name % NUM_CELLS)
-        return (found,) if found & 3 == _TAKEN else ()
+        return (found,) if found & 3 == _COMMITTED else ()
 
     def _put(self, number: int, value: int) -> int:
         """Set the cell and return its previous value. A close keeps a commit until the cell's next
@@ -133,7 +133,7 @@ class CellNames:
         """
         expected = 0
         while (found := self._swap(number, expected, value)) != expected:
-            if not value and found & 3 == _TAKEN:
+            if not value and found & 3 == _COMMITTED:
                 return found
             expected = found
         return expected
@@ -144,7 +144,7 @@ def commit_mark(secret: str, token: str) -> int:
 
     A cell holds it after the commit. Its engine keeps it for the next agent; see `Republished`.
     """
-    return _value(token.encode(), blake2b(secret.encode(), digest_size=16).digest(), _TAKEN)
+    return _value(token.encode(), blake2b(secret.encode(), digest_size=16).digest(), _COMMITTED)
 
 
 def _named(name: int) -> int:

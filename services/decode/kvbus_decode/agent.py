@@ -153,15 +153,17 @@ class DecodeService(Service):
         except KVBusError:
             self._leases.decline(asked.ticket)
             raise
-        meets = shown if isinstance(shown, Rendezvous) else None
+        rendezvous = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
-        boot = ticket.agent_boot if meets is None else None
+        boot = ticket.agent_boot if rendezvous is None else None
         if (peer := self._peers.find(PeerAddress.of(ticket))) is not None:
             peer.check_answers(boot)
         key = ev.fetch_key(engine.engine_id, asked.fetch_id)
         others = engine.others
         self._dispatch(
-            self._requested(engine, asked, ticket, key, reply_to=call, meets=meets, others=others)
+            self._requested(
+                engine, asked, ticket, key, reply_to=call, rendezvous=rendezvous, others=others
+            )
         )
 
     def _part_requested(self, part: FetchPart, asker: Part) -> ev.Requested:

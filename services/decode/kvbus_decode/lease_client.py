@@ -144,7 +144,7 @@ class LeaseClient:
                 )
                 return
             self._hold_progress(fetch, route)
-        elif isinstance(message, Commit) and _commits_cell(requested.ticket, route, message):
+        elif isinstance(message, Commit) and _commit_by_cell(requested.ticket, route, message):
             settle(Empty())
             self._note_commit(home, message)
             return
@@ -163,10 +163,10 @@ class LeaseClient:
         if not Rendezvous.is_one(shown):
             return
         with suppress(KVBusError):
-            meets = Rendezvous.from_json(shown)
-            peer = self._peers.find(PeerAddress.of(meets.unknown_ticket()))
-            if peer is not None and not meets.signature:
-                peer.ask(Decline(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
+            rendezvous = Rendezvous.from_json(shown)
+            peer = self._peers.find(PeerAddress.of(rendezvous.unknown_ticket()))
+            if peer is not None and not rendezvous.signature:
+                peer.ask(Decline(rendezvous.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_commit(self, home: Peer, commit: Commit) -> None:
         """Report all commits of this turn of the event loop together."""
@@ -178,7 +178,7 @@ class LeaseClient:
             self._report_commits()
 
     def _report_commits(self) -> None:
-        """If a report is lost, the offer ends by its time to live."""
+        """Report commits. If a report is lost, the prefill agent finds them within about 1 s."""
         committed, self._committed = self._committed, defaultdict(dict)
         for (home, boot), tokens in committed.items():
             home.ask(ReportCommits(boot, tokens), COMMITS_TIMEOUT_S, lambda _: None)
@@ -249,10 +249,10 @@ class LeaseClient:
     def _fail_step(self, fetch: FetchResources, error: KVBusError) -> None:
         self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
-    def _admit(self, met: AwaitedOffer, requested: ev.Requested) -> Ticket | KVBusError:
+    def _admit(self, awaited: AwaitedOffer, requested: ev.Requested) -> Ticket | KVBusError:
         digest = requested.asked.prompt_digest
         try:
-            return self._tickets.admit_ticket(met.ticket, requested.engine_id, digest)
+            return self._tickets.admit_ticket(awaited.ticket, requested.engine_id, digest)
         except KVBusError as error:
             return error
 
@@ -345,8 +345,8 @@ def _key_of(source: Source) -> SourceKey:
     return source.remote, source.memory_id
 
 
-def _commits_cell(ticket: Ticket, route: Route | None, commit: Commit) -> bool:
-    """Commit the offer by its cell, if that is mapped here."""
+def _commit_by_cell(ticket: Ticket, route: Route | None, commit: Commit) -> bool:
+    """Commit the offer by its cell, if that is mapped here; return whether it succeeded."""
     memory = None if route is None else route.home.mapped
     if (
         not ticket.cell

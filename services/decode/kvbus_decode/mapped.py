@@ -104,7 +104,7 @@ class Lent:
 #     its file is cut                SIGBUS in a copy ──▶ zeros there, and the copy fails; `closed`
 #                                    is set, this process hangs up, and all of it becomes zeros
 #     no route needs it              the route is dropped; a fetch that still holds this object
-#                                    may complete its take, so nothing changes for it
+#                                    may complete its commit, so nothing changes for it
 #     nothing holds it               the connection is closed, and the addresses are unmapped
 #     the data process ends          the next one gets the descriptors before the next copy
 #

@@ -116,7 +116,7 @@ class PathChooser:
 def speculative_read_of(
     requested: Requested, route: Route, choice: PathChoice
 ) -> SpeculativeRead | None:
-    """Return what the fetch can read before it has a lease, or None if it must acquire first.
+    """Return what the fetch can read before it has a lease, or None if it needs the lease first.
 
     A tile is packed under an epoch. Agents without the lease drive their part of a read only on
     request. Raises `ProtocolError` when the ticket's blocks are invalid.

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 AT_ONCE = 4
 RETRY_S, MAX_RETRY_S = 15.0, 240.0
-"""Interval of status requests. It doubles while an agent cannot be connected."""
+"""Interval of status requests. It doubles while there is a problem with the agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,12 +89,12 @@ class PeerPreconnector:
         while True:
             one.news = anyio.Event()
             async with self._turns:
-                await guarded(partial(self._meet, one), partial(self._note_cold, one))
+                await guarded(partial(self._connect, one), partial(self._note_problem, one))
             with anyio.move_on_after(pause_s):
                 await one.news.wait()
             pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
 
-    async def _meet(self, one: _Listed) -> None:
+    async def _connect(self, one: _Listed) -> None:
         """Shake hands for each pair of engines. Raises `KVBusError`."""
         began, num_routes = self._agent.loop.time(), 0
         peer = one.peer
@@ -125,8 +125,8 @@ class PeerPreconnector:
                 one.unfit.add(key)
             else:
                 num_routes += 1
-                met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
-                log.info("route.connected", peer=peer.endpoint, **met)
+                pair = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
+                log.info("route.connected", peer=peer.endpoint, **pair)
         one.problem = ""
         if num_routes:
             seconds = round(self._agent.loop.time() - began, 3)
@@ -162,7 +162,7 @@ class PeerPreconnector:
         pairs = product(tickets, engines)
         return {RouteKey.of(ticket, engine): (ticket, engine) for ticket, engine in pairs}
 
-    def _note_cold(self, one: _Listed, error: KVBusError) -> None:
+    def _note_problem(self, one: _Listed, error: KVBusError) -> None:
         if one.problem != error.message:
             endpoint = one.address.endpoint
             log.warning("peer.cold", peer=endpoint, code=error.code, reason=error.message)

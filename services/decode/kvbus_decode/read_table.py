@@ -1,7 +1,7 @@
 """State machine of all reads of a decode agent: transfers, slots here, and the end of a read
 (sans-IO).
 
-    ChunkWanted ─▶ transfers ─▶ `transfers_in_flight` with slots ─▶ ... ─▶ next round ─▶ ReadEnded
+    ChunkWanted ─▶ transfers ─▶ up to `transfers_in_flight` ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
                               ▼ │ slots here, fairly between holders
 

@@ -185,7 +185,7 @@ class ZeroWork:
 #
 #     read       READ, copy ──▶ all has landed
 #     ours                      ├─ digests ───────────────┐
-#     holder                    └─ask─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ take
+#     holder                    └─ask─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ commit
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareWork:

@@ -126,7 +126,7 @@ class Stage:
 
 class StageRunner:
     def __init__(self, context: TransferContext) -> None:
-        self._means = context
+        self._context = context
         self._running: dict[Transfer, Stage] = {}
 
     def begin(self, command: Begin, promise: Promise[Event]) -> None:
@@ -137,7 +137,7 @@ class StageRunner:
                 del self._running[ended.transfer]
                 promise(ended)
 
-        stage = self._running[command.transfer] = Stage(self._means, command, end)
+        stage = self._running[command.transfer] = Stage(self._context, command, end)
         work: Work = command.transfer.work
         try:
             work.begin(stage)

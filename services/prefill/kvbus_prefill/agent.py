@@ -101,9 +101,9 @@ class PrefillService(Service):
             Renew: self._renew,
             Commit: self._commit,
             PeerWithdraw: self._withdraw,
-            ReportCommits: self._end_commits,
+            ReportCommits: self._end_committed,
             CommitQuery: self._answer_committed,
-            AwaitOffer: Quota(self._meet, self._config.max_handoffs),
+            AwaitOffer: Quota(self._await_offer, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
         }
@@ -127,7 +127,9 @@ class PrefillService(Service):
         """Find commits whose report was lost with its sender or its connection."""
         while True:
             await anyio.sleep(CELLS_CHECKED_EVERY_S)
-            self._driver.dispatch(ev.CellsChecked())
+            self._agent.loop.call_soon(
+                self._driver.dispatch, ev.CellsChecked()
+            )  # errors are logged
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Wait ``late_read_s`` for late reads, which their agents abort after their lease."""
@@ -140,12 +142,12 @@ class PrefillService(Service):
         self._driver.stop()
 
     def counts(self) -> dict[str, int]:
-        tiles = self._packing.slots
+        slots = self._packing.slots
         return {
             "offers": self._table.num_offers,
             "leases": self._table.num_leases,
-            "packs": tiles.num_waiting,
-            "slots": tiles.num_slots_in_use,
+            "packs": slots.num_waiting,
+            "slots": slots.num_slots_in_use,
         }
 
     def sharing(self) -> Sharing:
@@ -173,8 +175,8 @@ class PrefillService(Service):
         check_read_from(self._agent.data, renew.nixl_agent)
         self._forward(renew, call)
 
-    def _end_commits(self, committed: ReportCommits, call: Call) -> None:
-        for offer_id, token in committed.tokens.items():
+    def _end_committed(self, report: ReportCommits, call: Call) -> None:
+        for offer_id, token in report.tokens.items():
             self._driver.dispatch(ev.CellCommitted(offer_id, token))
         call.reply(Empty())
 
@@ -197,10 +199,10 @@ class PrefillService(Service):
             raise _not_ready()
         self._forward(message, call)
 
-    def _meet(self, meet: AwaitOffer, call: Call) -> None:
-        left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
+    def _await_offer(self, wanted: AwaitOffer, call: Call) -> None:
+        left = ev.Abandoned(transfer_id=wanted.transfer_id, reply_to=call)
         call.on_end = partial(self._driver.dispatch, left)
-        self._forward(meet, call)
+        self._forward(wanted, call)
 
     def _shake_hands(self, handshake: Handshake, call: Call) -> None:
         answer = partial(self._answer_handshake, handshake, call)

@@ -56,7 +56,7 @@ class Packing:
     """Requests for memory of engines: packing, digests, and checks of reads.
 
     A tile of a local offer is checked against ``offers``. If the offer is at another agent, only
-    slot leases bound its tiles: its reader sends the take there.
+    slot leases bound its tiles: its reader sends the commit there.
     """
 
     def __init__(
@@ -291,10 +291,10 @@ def _gather_failed(command: slots.StartGather, error: Exception) -> slots.Gather
 #
 #     data process A     serves at port P, pid N ──✗
 #     data process B                                 serves at port P, or has pid N
-#     reader             handshake (A) ── READ from A's addresses ── take
+#     reader             handshake (A) ── READ from A's addresses ── commit
 #
 # B then serves a READ that was meant for A, with its own bytes at these addresses. A READ is
-# therefore valid only if A still runs when the reader takes. In that case A has run since the
+# therefore valid only if A still runs when the reader commits. In that case A has run since the
 # handshake, so its port, pid and addresses meant A all the time. The kernel reuses neither before
 # this process has reaped A, and B starts after that.
 def check_read_from(data: DataProcess, nixl_agent: str) -> None:

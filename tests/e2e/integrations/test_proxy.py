@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -320,6 +321,22 @@ def test_a_server_that_sends_nothing_for_too_long_has_failed(tmp_path: Path) -> 
         assert site.decode.asked[0].gone.wait(WITHIN_S)
 
 
+def test_a_silent_prefill_server_has_failed(tmp_path: Path) -> None:
+    with Site(tmp_path, "--timeout=0.5") as site:
+        site.prefill.does = hangs
+        got = site.ask()
+
+        assert (got.status_code, got.json()) == (200, ANSWER)
+        assert site.ended()["handover"] == "prefill_failed"
+
+
+def test_an_answer_that_breaks_off_never_looks_whole(site: Site) -> None:
+    site.decode.does = says(b'{"choices":', breaks_off)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        site.ask()
+
+
 def test_client_gets_each_part_at_once_and_no_end_after_a_crash(
     site: Site,
 ) -> None:
@@ -381,6 +398,20 @@ def test_a_request_ends_after_a_signal(tmp_path: Path, number: signal.Signals) -
         assert site.ended()["outcome"] == "answered"
 
 
+def test_an_endless_request_is_aborted_after_a_signal(tmp_path: Path) -> None:
+    with Site(tmp_path) as site, ThreadPoolExecutor(1) as threads:
+        site.decode.does = hangs
+        asked = threads.submit(site.ask)
+        wait_until(lambda: site.decode.asked, "decode is asked", WITHIN_S)
+
+        site.process.process.send_signal(signal.SIGTERM)
+
+        assert site.decode.asked[0].gone.wait(WITHIN_S)
+        site.process.process.wait(WITHIN_S)
+        with pytest.raises(httpx.HTTPError):
+            asked.result(WITHIN_S).raise_for_status()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -405,7 +436,7 @@ def test_missing_package_is_named_with_its_install_command(tmp_path: Path) -> No
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
 
     ended = subprocess.run(
-        [*COMMAND, "--help"], check=False, capture_output=True, text=True, env=env
+        [*COMMAND, "--help"], check=False, capture_output=True, text=True, env=env, timeout=WITHIN_S
     )
 
     assert ended.returncode == 1

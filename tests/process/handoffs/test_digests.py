@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Side, Side, Sequence[GroupSpec]]] = {
 }
 """By path."""
 NUM_FLIPS = num_examples(24)
-"""For each path; `tests/unit/agent/test_digests.py` holds the digests of any memory to loops."""
+"""For each path; `tests/unit/data/test_digests.py` holds the digests of any memory to loops."""
 PIECE = re.compile(
     r"^rank (\d+) has .* layer (\d+), '(\w+)', head (\d+), tokens (\d+) to (\d+); 1 of "
 )

@@ -1,6 +1,6 @@
 """A peer without a right: it hears the events, reads the wire, and asks for all that it knows of.
 
-It acquires, takes, renews, gives back and withdraws what is others', and speaks under boot
+It acquires, commits, renews, gives back and withdraws what is others', and speaks under boot
 ids of others. Every ``ok`` to that is a violation; where agents have keys, every answer is.
 """
 

@@ -1,4 +1,4 @@
-"""A fetch takes an offer by its word only with its bytes, whoever has died or stopped by then.
+"""A fetch takes an offer by its cell only with its bytes, whoever has died or stopped by then.
 
 The prefill agent is a process of its own, and the prefill engine has a thread: both go on while the
 decode agent, in the event loop of the test, is held up in the middle of a fetch. The engine writes
@@ -64,7 +64,7 @@ class Site:
     num_offers: int = 0
 
     async def offer(self, ttl_s: float = 60.0, *, readers: int = 1) -> Offer:
-        """With several readers it has no word."""
+        """With several readers it has no cell."""
         return await self.ask_for_offer(ttl_s=ttl_s, readers=readers)
 
     def ask_for_offer(self, **options: Unpack[OfferOptions]) -> Offer:
@@ -112,7 +112,7 @@ async def site_of(
     folder: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Site]:
     (folder / "d").mkdir(mode=0o700)
-    # a read that is held up asks for a lease, after which words mean nothing
+    # a read that is held up asks for a lease, after which cells mean nothing
     patient = partial(vars(config)["FetchLimits"], acquire_after_s=WITHIN_S)
     monkeypatch.setattr(config, "FetchLimits", patient)
     prefill, spec = agents.prepare("prefill"), make_spec()
@@ -202,7 +202,7 @@ EVENTS = {"killed": kill, "withdrawn": withdraw, "left while it is stopped": lea
 
 
 def hold_up(patch: pytest.MonkeyPatch, moment: str, happens: Callable[[], None]) -> list[bool]:
-    """Have it happen in the event loop of the decode agent; whether words were taken."""
+    """Have it happen in the event loop of the decode agent; whether cells were committed."""
     takes: list[bool] = []
 
     class Watched(CommitCell):

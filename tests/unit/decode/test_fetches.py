@@ -74,7 +74,7 @@ def known(fetch_id: str = "f1", **changes: Any) -> ev.Requested:
 
 def awaiting(**changes: Any) -> ev.Requested:
     """A fetch of an offer that has not been made."""
-    return requested(ticket=MEETS.unknown_ticket(), meets=MEETS, **changes)
+    return requested(ticket=MEETS.unknown_ticket(), rendezvous=MEETS, **changes)
 
 
 def blocks(num_tokens: int, after: int = 0) -> dict[str, BlockTable]:

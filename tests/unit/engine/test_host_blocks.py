@@ -33,8 +33,10 @@ def test_every_block_is_free_or_with_one_owner(
                 free -= set(taken)
                 owned.append(taken)
             else:
-                with pytest.raises((LocalError, GeometryError)):
+                error = GeometryError if number > num_blocks else LocalError
+                with pytest.raises(LocalError) as refused:
                     await pool.acquire({"full": number})
+                assert type(refused.value) is error
             assert pool.num_held == num_blocks - len(free)
 
     anyio.run(run)

@@ -40,7 +40,7 @@ def numbers(told: Digests) -> list[int]:
 async def test_digests_cover_all_or_expected_tokens_in_memory_now(
     case: Case,
 ) -> None:
-    """What each of them is, `tests/unit/agent/test_digests.py` says."""
+    """What each of them is, `tests/unit/data/test_digests.py` says."""
     before = numbers(await case.reader.ask(case.digest()))
     case.source.views()[0, 1, "v"][3, 5, 2, 7] ^= 1
     after = numbers(await case.reader.ask(case.digest()))

@@ -60,7 +60,7 @@ class SpeculativeRead:
 class Requested(Value, frozen=True):
     """A request for a fetch, and what the agent knows at its start.
 
-    Until the rendezvous ``meets`` has a ticket, ``ticket`` has only its fields. ``has_state`` for
+    Until the ``rendezvous`` has a ticket, ``ticket`` has only its fields. ``has_state`` for
     state of the last token, which is read after the seal. The table only passes on ``resources``.
     With ``has_route`` no handshake is needed: ``boot``, ``elsewhere`` and ``nixl_agent`` are as in
     `PeerReady`. Only this fetch can repeat a granted `Commit` with ``commit_token``. ``others``
@@ -75,7 +75,7 @@ class Requested(Value, frozen=True):
     reply_to: Any
     has_state: bool = False
     commit_token: str = ""
-    meets: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
     others: tuple[AgentRanks, ...] = ()
     access: str = ""
     resources: Any = None

@@ -67,10 +67,10 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
-        requested, meets = entry.requested, entry.requested.meets
+        requested, rendezvous = entry.requested, entry.requested.rendezvous
         names = {requested.ticket.request_id, requested.asked.fetch_id}
-        if meets is not None:
-            names |= {meets.transfer_id, meets.request_id}
+        if rendezvous is not None:
+            names |= {rendezvous.transfer_id, rendezvous.request_id}
         return tuple(names - {""})
 
     def _refusal(self, event: ev.Requested) -> LocalError | None:

@@ -120,8 +120,8 @@ class OfferEntry:
     An awaited offer has only ``transfer_id`` and ``waiting``: the end of the wait of each call.
     Readers that request the seal extend ``expires_at``, up to ``hold_ends_at``. ``leases`` are by
     epoch: live and done ones, and the last ``readers`` others. A reader may have committed the
-    offer until its ``cell`` is closed. ``commits`` are marks of commits without a lease. ``denied``
-    maps tokens to the only boot id that may commit with them.
+    offer until its ``cell`` is closed. ``committed`` are marks of commits without a lease.
+    ``denied`` maps tokens to the only boot id that may commit with them.
     """
 
     offer_id: str
