@@ -49,11 +49,10 @@ from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.tools import AgentStatus, Live, Status, Trace
+from kvbus.threads import settle_interpreter
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
-
-from kvbus.threads import settle_interpreter
 
 log = structlog.get_logger()
 
