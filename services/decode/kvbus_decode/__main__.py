@@ -1,4 +1,4 @@
-"""The ``kvbus-decode`` command: runs a decode agent until it is interrupted."""
+"""The ``kvbus-decode`` command."""
 
 from kvbus.interrupt import importing
 

@@ -1,4 +1,4 @@
-"""The decode agent: turns requests into events of the fetch table, and runs its commands."""
+"""Decode agent: requests become events of the fetch table, its commands become I/O."""
 
 import dataclasses
 from functools import partial
@@ -43,8 +43,6 @@ log = structlog.get_logger()
 
 
 class DecodeService(Service):
-    """The decode-specific part of an agent."""
-
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._config, identity = config, agent.identity
         limits = dataclasses.replace(
@@ -167,7 +165,6 @@ class DecodeService(Service):
         )
 
     def _part_requested(self, part: FetchPart, asker: Part) -> ev.Requested:
-        """Return the event of a part; its home has validated the ticket."""
         engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
         ticket = self._tickets.read(part.ticket)
         route = self.routes.find(ticket, engine)
@@ -179,7 +176,6 @@ class DecodeService(Service):
     def _requested(
         self, engine: LocalEngine, asked: StartFetch, ticket: Ticket, key: str, **more: Any
     ) -> ev.Requested:
-        """Raises `LocalError`."""
         first_token, num_tokens = asked.first_token, asked.num_tokens
         if first_token > num_tokens:
             raise LocalError(

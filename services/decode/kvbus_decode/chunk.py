@@ -18,10 +18,9 @@ from kvbus_decode.route import PathChoice, Route, SourcePlan
 
 @dataclass(slots=True, eq=False)
 class FetchResources:
-    """Resources for the I/O of a fetch: `Requested.resources`. `LeaseClient` fills and clears them.
+    """I/O resources of a fetch; all but ``key`` and ``engine`` belong to one ``attempt``.
 
-    All but ``key`` and ``engine`` belong to one ``attempt``, which is 0 between attempts. ``peers``
-    are held to its end, the first one has the offer.
+    The first of ``peers`` has the offer.
     """
 
     key: str
@@ -34,11 +33,11 @@ class FetchResources:
     peers: list[Peer] = field(default_factory=list)
     replica_index: int = 0
     awaiting: tuple[int, Callable[[KVBusError], None]] | None = None
-    """The `AwaitOffer` that waits for its reply, and a function that ends the wait."""
+    """Pending `AwaitOffer`, and a function that ends its wait."""
     stop_parts: Callable[[], None] = lambda: None
 
     def fills_blocks(self, asked: StartFetch) -> bool:
-        """Return whether the read completes the first block of every window, see `Fetched`."""
+        """Return the value of `Fetched.whole_blocks`."""
         first_token, num_tokens = asked.first_token, asked.num_tokens
         return self.route is not None and self.route.spans.fills_blocks(first_token, num_tokens)
 
@@ -49,9 +48,9 @@ class FetchResources:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Chunk to read now. ``tail`` is zeroed after the read.
+    """Tokens to read now; ``tail`` is zeroed afterwards.
 
-    Then about 1 in ``one_in`` pieces is compared, none if 0.
+    Then about 1 in ``one_in`` pieces is compared, or none if 0.
     """
 
     fetch: FetchResources
@@ -65,7 +64,6 @@ class Chunk:
 
     @property
     def turn(self) -> Turn:
-        """Turn for a thread, shared by all copies under one lease."""
         return Turn(f"{self.ticket.offer_id} {self.wanted.epoch}", self.asked.priority)
 
     @property
@@ -77,7 +75,6 @@ class Chunk:
         return self.route.plans(self.fetch.replica_index)
 
     def time_left_s(self, now: float) -> float:
-        """Return the time to the fetch's deadline, at least 1 ms."""
         return max(1e-3, self.fetch.deadline - now)
 
     def blocks_of(self, tile: Tile) -> BlockTable:
@@ -89,9 +86,6 @@ class Chunk:
 
 
 def make_chunk(wanted: ReadChunk, *, one_in: int) -> Chunk:
-    """Return the chunk to read now. Raises `GeometryError` when the offer's tables lack a block of
-    it.
-    """
     fetch: FetchResources = wanted.requested.resources
     route, asked = fetch.route, wanted.requested.asked
     if route is None:

@@ -1,4 +1,4 @@
-"""Configuration keys of a decode agent; `kvbus.agent.config` reads and checks them."""
+"""Configuration keys of a decode agent."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -12,15 +12,10 @@ from kvbus_decode.read_table import ReadLimits
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
 WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
 Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
-"""Endpoint of a prefill agent, and its public key."""
 
 COMMIT_GRACE_S = 1.0
-"""Extra wait for the reply to a commit that was sent before its fetch's deadline.
-
-If the commit succeeded, the offer has ended, and the fetch completes this much late."""
 SAMPLED_ONE_IN = 64
 TILES_IN_FLIGHT = 3
-"""Most packed tiles of one fetch in flight."""
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +81,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def digest_one_in(self) -> int:
-        """Compare one in this many pieces; 0 for none."""
         return {"off": 0, "sampled": SAMPLED_ONE_IN, "full": 1}[self.digest]
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:

@@ -1,7 +1,4 @@
-"""Requests to prefill agents for fetches: route, lease, renewal and `Commit`.
-
-Each command is answered by exactly one event of the fetch table.
-"""
+"""Requests to prefill agents for fetches: route, lease, renewal and `Commit`."""
 
 import asyncio
 import random
@@ -55,8 +52,6 @@ SourceKey = tuple[RemoteAgent, str]
 
 
 class LeaseClient:
-    """Requests to prefill agents for all live fetches; fills their `FetchResources`."""
-
     def __init__(
         self,
         agent: Agent,
@@ -70,13 +65,11 @@ class LeaseClient:
         self._agent, self._config, self._peers, self._routes = agent, config, peers, routes
         self._tickets, self._dispatch = tickets, dispatch
         self._by_offer: defaultdict[str, dict[FetchResources, None]] = defaultdict(dict)
-        """Fetches with an attempt under way."""
         self._draining: dict[FetchResources, None] = {}
         self._driven: dict[SourceKey, Source] = {}
-        """Sources of draining fetches."""
         self._is_driving = False
         self._committed: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
-        """Tokens of the commits by cell, by offer."""
+        """Unreported commits by cell: tokens by offer."""
 
     def hold_peer(self, command: ev.AcquirePeer) -> None:
         try:
@@ -85,7 +78,6 @@ class LeaseClient:
             self._fail_step(command.requested.resources, failure(error))
 
     def _hold(self, command: ev.AcquirePeer) -> None:
-        """Raises `LocalError`, and `RemoteError` for an untrusted agent."""
         ticket = command.requested.ticket
         fetch: FetchResources = command.requested.resources
         self._forget_offer(fetch)  # the ticket of a rendezvous names another offer
@@ -156,10 +148,7 @@ class LeaseClient:
             fetch.awaiting = request_id, settle
 
     def decline(self, shown: Mapping[str, Any]) -> None:
-        """Decline the offer of a rendezvous that was refused because it is unsigned.
-
-        An unsigned rendezvous opens no connection.
-        """
+        """Decline the offer of a refused, unsigned rendezvous, over known connections only."""
         if not Rendezvous.is_one(shown):
             return
         with suppress(KVBusError):
@@ -169,7 +158,6 @@ class LeaseClient:
                 peer.ask(Decline(rendezvous.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_commit(self, home: Peer, commit: Commit) -> None:
-        """Report all commits of this turn of the event loop together."""
         if not self._committed:
             self._agent.loop.call_soon(self._report_commits)  # after the replies to engines
         tokens = self._committed[home, commit.agent_boot]
@@ -177,14 +165,14 @@ class LeaseClient:
         if len(tokens) == MAX_COMMITS:
             self._report_commits()
 
+    # The prefill agent finds commits whose report is lost within about 1 s.
     def _report_commits(self) -> None:
-        """Report commits. If a report is lost, the prefill agent finds them within about 1 s."""
         committed, self._committed = self._committed, defaultdict(dict)
         for (home, boot), tokens in committed.items():
             home.ask(ReportCommits(boot, tokens), COMMITS_TIMEOUT_S, lambda _: None)
 
     def tell(self, command: ev.NotifyAgent) -> None:
-        """Have an agent end an offer or a lease; only offers open a connection."""
+        """End an offer or a lease; only offers open a connection."""
         ticket, message = command.ticket, command.message
         address = PeerAddress.of(ticket)
         if isinstance(message, Release):
@@ -201,7 +189,6 @@ class LeaseClient:
     # Over TCP a READ ends only if the prefill agent drives progress. It does so while a lease is
     # live, and a little longer. For READs in flight after that it needs a request.
     def drain(self, fetch: FetchResources) -> None:
-        """Have the sources of a failed attempt drive its transfers in flight."""
         if fetch.route is None:
             return
         if not self._is_driving:
@@ -214,7 +201,6 @@ class LeaseClient:
                 self._drive(source)
 
     def end(self, fetch: FetchResources) -> None:
-        """Release the resources of an attempt; nothing of it is in flight."""
         self._draining.pop(fetch, None)
         self._forget_offer(fetch)
         if fetch.awaiting is not None:
@@ -237,7 +223,7 @@ class LeaseClient:
                 self._dispatch(ev.OfferAdvanced(fetch.key))
 
     def lose(self, remote: RemoteAgent) -> int:
-        """Fail the attempts that read from a process; requests wait for its successor."""
+        """Fail the attempts that read from a process; return their number."""
         lost = [fetch for fetch in self._under_way() if fetch.reads_from(remote)]
         for fetch in lost:
             self._fail_step(fetch, remote.loss())
@@ -297,7 +283,6 @@ class LeaseClient:
         settle: Settle,
         promise: Promise[ev.Event],
     ) -> None:
-        """Send `Commit` after the other agents have confirmed that their memory is unchanged."""
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
@@ -314,7 +299,6 @@ class LeaseClient:
                 settle(reason)
 
     def _hold_progress(self, fetch: FetchResources, route: Route) -> None:
-        """Have the other agents drive the reads for as long as the lease."""
         attempt, lease_s = fetch.attempt, self._config.lease_s
 
         def on_reply(reply: Empty | KVBusError) -> None:
@@ -346,7 +330,7 @@ def _key_of(source: Source) -> SourceKey:
 
 
 def _commit_by_cell(ticket: Ticket, route: Route | None, commit: Commit) -> bool:
-    """Commit the offer by its cell, if that is mapped here; return whether it succeeded."""
+    """Return whether the commit by the cell succeeded."""
     memory = None if route is None else route.home.mapped
     if (
         not ticket.cell

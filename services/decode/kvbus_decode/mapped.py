@@ -1,7 +1,4 @@
-"""Mapping of the memory of prefill engines on this machine.
-
-A prefill agent passes descriptors over a Unix socket. Other KV is read with NIXL.
-"""
+"""Mapped memory of prefill engines on this machine; their agents pass descriptors."""
 
 import os
 import weakref
@@ -47,7 +44,7 @@ from kvbus_decode.config import DecodeConfig
 log = structlog.get_logger()
 
 MAP_WITHIN_S = 2.0
-"""Timeout of mapping. A slower prefill agent counts as suspended."""
+"""A slower prefill agent counts as suspended."""
 MOST_STATES = 256
 WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
@@ -65,7 +62,6 @@ class Lent:
     cells: SegmentMapping | None = None
 
     def take(self, key: SegmentKey, fd: int, size_bytes: int) -> None:
-        """Map a segment, and keep a descriptor for the data process. Raises `SegmentError`."""
         self.fds[key] = os.dup(fd)
         self.mappings[key] = SegmentMapping(fd, size_bytes=size_bytes, borrowed=True)
 
@@ -113,11 +109,7 @@ class Lent:
 # reference. The finalizer therefore only closes the connection, and the task that waits for its end
 # unmaps in a thread.
 class MappedMemory:
-    """Memory of all ranks of an engine, mapped read-only while this object is held.
-
-    ``ranks`` define it for the data process. For short copies, it is also mapped here:
-    ``addresses`` by rank and segment, ``extents`` in order of address.
-    """
+    """Memory of all ranks of an engine, mapped read-only while this object is held."""
 
     def __init__(
         self,
@@ -136,10 +128,8 @@ class MappedMemory:
         )
         self._mappings = tuple(lent.mappings.values())  # keeps the addresses mapped
         self.closed = ""
-        """Reason why bytes may not be the engine's; empty while all are."""
+        """Reason why bytes may not be the engine's, or empty."""
         self.hang_up = weakref.finalize(self, channel.hang_up)
-        """Close the connection, which unmaps the memory. Also runs when nothing holds this object.
-        """
         self.hang_up.atexit = False
 
     @property
@@ -150,11 +140,10 @@ class MappedMemory:
         return any(defined.number == number for defined in self.ranks.values())
 
     def cut(self) -> None:
-        """Close it, as its file was truncated. Thread-safe."""
+        """Close truncated memory. Thread-safe."""
         self.close("the prefill engine cut its memory")
 
     def close(self, reason: str) -> None:
-        """Invalidate further copies. The first reason is kept."""
         self.closed = self.closed or reason
 
 
@@ -162,8 +151,6 @@ MemoryRef = weakref.ReferenceType[MappedMemory]
 
 
 class Lender(Protocol):
-    """Process that lends memory: `RemoteAgent`."""
-
     boot: str
     mapped: WeakValueDictionary[MemoryKey, MappedMemory]
 
@@ -171,7 +158,7 @@ class Lender(Protocol):
 
 
 class MemoryBorrower:
-    """Mapper of memory, once for all routes. ``states`` maps engines to `OPEN`, or to why not."""
+    """Mapper of memory; ``states`` maps engines to `OPEN`, or to a reason."""
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent = agent
@@ -188,7 +175,6 @@ class MemoryBorrower:
         return sum(memory.num_bytes for memory in self._mapped)
 
     def machine(self, engine: LocalEngine) -> str:
-        """Return this machine's id if memory can be mapped for the engine, otherwise ""."""
         return machine_id() if not self._closed and engine.devices == {HOST} else ""
 
     def sharing(self) -> Sharing:
@@ -233,7 +219,6 @@ class MemoryBorrower:
         return ""
 
     async def _map(self, name: str, lender: Lender, done: HandshakeDone) -> MappedMemory:
-        """Raises `KVBusError`, and the errors of sockets and paths."""
         channel, lent = _connect(Path(done.memory_socket.path)), Lent()
         data, ranks = self._agent.data, dict[int, Defined]()
         try:
@@ -266,7 +251,6 @@ class MemoryBorrower:
         ranks: Mapping[int, Defined],
         reference: MemoryRef,
     ) -> None:
-        """Wait for either side to close the connection, then unmap in a thread."""
         try:
             _, fds = await channel.receive()
             close_fds(fds)  # only another program sends here
@@ -311,7 +295,7 @@ class MemoryBorrower:
 
 
 async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]) -> None:
-    """Replace the bytes with zeros. The data process unmaps them after their last job."""
+    """Replace the bytes with zeros; the data process unmaps them after their last job."""
     try:
         for defined in ranks.values():
             await data.discard(defined)
@@ -322,11 +306,7 @@ async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]
 
 
 def _connect(path: Path) -> FrameChannel:
-    """Connect to a memory socket. Raises `ConfigError`, or `RemoteError` when no agent listens
-    there.
-
-    A network peer names the path, so other sockets of this machine are refused.
-    """
+    """Connect to a memory socket and no other, as a network peer names the path."""
     if path.name != MEMORY_SOCKET or not path.is_absolute():
         raise ConfigError(f"{path} is not the path of a memory socket")
     check_folder(path.parent)
@@ -334,10 +314,6 @@ def _connect(path: Path) -> FrameChannel:
 
 
 async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
-    """Request segments until all are ``lent``, then the cells, if any. The caller closes ``lent``.
-
-    Raises `KVBusError`, and the errors of sockets.
-    """
     wanted = _sizes(done.memory)
     has_all = False
     while not has_all:
@@ -366,7 +342,6 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
 
 
 def _sizes(memory: EngineMemory) -> Mapping[SegmentKey, int]:
-    """Return the minimum size of each segment. Raises `PeerLost` without segments."""
     sizes = {
         (rank.rank, segment.segment_id): segment.size_bytes
         for rank in memory.ranks

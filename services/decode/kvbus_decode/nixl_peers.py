@@ -1,7 +1,7 @@
 """Peers of NIXL, and the memory that each has registered.
 
-NIXL keeps all registrations of a peer, and cannot resolve one that overlaps an earlier one. So a
-peer with overlapping new memory is removed and added again.
+NIXL cannot resolve a registration that overlaps an earlier one. A peer with such memory is removed
+and added again.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -19,7 +19,7 @@ from kvbus_decode.mapped import Extent
 log = structlog.get_logger()
 
 MAX_ENDED_EXTENTS = 1024
-"""A peer is added again when this many of its extents in NIXL have no route."""
+"""A peer with this many extents without a route is added again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class NixlMemory:
         return cls(done.nixl_agent, done.nixl_metadata, extents)
 
     def misfits(self, known: Set[Extent]) -> bool:
-        """Return whether a known extent overlaps this memory without being equal to one of it."""
+        """Return whether a known extent overlaps one here without being equal."""
         reach = reach_known = 0
         for start, stop in sorted(self.extents | known):
             is_here, is_known = (start, stop) in self.extents, (start, stop) in known
@@ -51,12 +51,12 @@ class NixlMemory:
 
 
 ReadMemory = Callable[[str], Set[NixlMemory]]
-"""Returns the memory that routes read from a NIXL agent of one process, and identifies it."""
+"""Memory that routes read from a NIXL agent; also identifies their process."""
 
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A NIXL peer, its memory in NIXL, and the processes that have named it.
+    """NIXL peer, and the processes that have named it.
 
     A name is not authenticated: only ``address``, the first to name the peer, may renew it.
     """
@@ -80,7 +80,7 @@ class NixlPeer:
         self._is_undriven = is_undriven
 
     def break_off(self) -> None:
-        """Have the peer added again before its next use: UCX has closed the connection."""
+        """Add the peer again before its next use: UCX has closed the connection."""
         self._is_undriven = False
         self.data.forget(self.defined)
 
@@ -95,7 +95,6 @@ class NixlPeer:
         return len(ended) < MAX_ENDED_EXTENTS and not new.misfits(known)
 
     def renew(self, new: NixlMemory) -> None:
-        """Remove the peer; it is added again with the memory that routes read."""
         log.info("peer.renewed", peer=self.address[0], nixl_agent=self.name)
         self.break_off()
         self.set_memories(one for one in self.read_memory() if not new.misfits(one.extents))
@@ -115,18 +114,12 @@ class NixlPeer:
 #     another data       It knows no peers: each is added before its first READ. So metadata that
 #     process            crashes a data process does not crash the next one
 class NixlPeers:
-    """All NIXL peers, by name; one is removed with the last process that has named it."""
-
     def __init__(self, data: DataProcess) -> None:
         self._data = data
         self._known: dict[str, NixlPeer] = {}
 
     async def add(self, new: NixlMemory, address: tuple[str, ...], holder: ReadMemory) -> NixlPeer:
-        """Add memory to NIXL; one call at a time per process. Raises `KVBusError`.
-
-        A fabric with memory keys refuses a region that is registered again after a restart of its
-        engine. NIXL then drops the peer, which is also added again.
-        """
+        """Add memory to NIXL; one call at a time per process. Raises `KVBusError`."""
         _check_name(new)
         made = NixlPeer(new.agent, address, self._data)
         known = self._known.setdefault(new.agent, made)
@@ -140,7 +133,6 @@ class NixlPeers:
         return known
 
     def release(self, holder: ReadMemory, *, but: str = "") -> None:
-        """Remove the peers that no other process has named, except ``but``."""
         for known in list(self._known.values()):
             if known.name != but and holder in known.holders:
                 del known.holders[holder]
@@ -160,6 +152,8 @@ class NixlPeers:
             except TransferFailed:
                 if not may_renew:
                     raise
+                # A fabric with memory keys refuses a region that a restarted engine registers
+                # again. NIXL then drops the peer.
                 known.renew(new)
         before = known.memories
         known.set_memories([*before, new])

@@ -1,4 +1,4 @@
-"""Metrics, the log line and spans of fetches, from `ReportFetched` and the histories."""
+"""Metrics, log line and spans of fetches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -141,8 +141,6 @@ TRANSFERS = Reading(
 
 
 class FetchHistories(Histories[FetchEntry]):
-    """Histories of fetches; ``reads`` returns the history of a read by key."""
-
     def __init__(self, table: FetchTable, reads: Callable[[str], History | None]) -> None:
         super().__init__(table)
         self._table, self._reads = table, reads
@@ -154,7 +152,6 @@ class FetchHistories(Histories[FetchEntry]):
         return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
     def remembered(self, asked: Trace) -> TraceResult:
-        """Include the parts here of another agent's fetch."""
         fetches = {one.key: one for one in self._table.named(asked.request_id)}
         fetches |= {one.key: one for one in self._table.called(asked.fetch_id)}
         entries = [tuple(self.later(fetch)()) for fetch in fetches.values()]
@@ -187,7 +184,7 @@ def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
 
 
 def _short_copy_spans(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
-    """Return spans for short copies of mapped memory, which are not in the read table."""
+    """Return spans of short copies, which are not in the read table."""
     if fetch.path != Path.MAPPED:
         return []
     name, about = TransferState.COPYING.value, "transfer 0"

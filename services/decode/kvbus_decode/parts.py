@@ -1,7 +1,6 @@
 """Parts of a fetch for an engine whose ranks are at several agents.
 
-The home requests a part from each other agent (`PartClient`). There it is a fetch that reports to
-the home (`PartServer`).
+The home (`PartClient`) requests a part from each other agent, which fetches it (`PartServer`).
 """
 
 import math
@@ -29,13 +28,12 @@ from kvbus_decode.peers import PeerDirectory
 from kvbus_decode.remote_agent import PeerAddress
 
 PAUSE_S = 0.5
-"""Period of the checks for a lost agent, and pause before a refused `cancel_part` is repeated."""
 LATE_S = 30.0
 """A sent request arrives within this or never: TCP times out after 20 s (`TCP_MAXRT`)."""
 EXITS_WITHIN_S = 5.0
-"""Time from the close of its port to the exit of an agent and its data process."""
+"""Time from the close of an agent's port to its exit."""
 MAX_ENDED = 4096
-"""Maximum remembered parts, ended or cancelled; these do not begin again."""
+"""Limit of remembered parts, which do not begin again."""
 
 CANCELLED = PartFetched(0, "", code=ErrorCode.CANCELLED, message="the part was cancelled")
 
@@ -55,10 +53,6 @@ class _Asked:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of the part is in flight at the other agent.
-
-        A refusal proves nothing: the socket may refuse calls of parts in flight.
-        """
         return not self.is_sent or isinstance(self.answer, PartFetched | PeerLost)
 
     @property
@@ -109,8 +103,6 @@ class _Asked:
 # stopped by SIGSTOP keeps no deadline: it may write as soon as it continues. Its kernel keeps the
 # connection, so the time counts only while there is no connection.
 class PartClient:
-    """Requests of the home to the other agents of an engine."""
-
     def __init__(
         self,
         agent: Agent,
@@ -180,7 +172,6 @@ class PartClient:
         promise(ev.ReadEnded(key, num_bytes, None, path, elsewhere=True))
 
     async def _fetch_one(self, command: ev.AskOthers, part: _Asked) -> None:
-        """Return when the other agent has fetched its part, or can no longer write."""
         fetch: FetchResources = command.requested.resources
         if part.is_stopped:
             return
@@ -247,10 +238,9 @@ class PartClient:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part that is fetched here, by its ``key`` in the fetch table.
+    """A part that is fetched here.
 
-    The home's later processes know it by ``origin``. ``calls`` are repeats of the request over new
-    connections. The outcome is sent to all when the blocks are free.
+    The home's later processes know it by ``origin``. ``calls`` are repeats of the request.
     """
 
     key: str
@@ -282,8 +272,7 @@ class Part:
 class PartServer:
     """The parts that other agents request.
 
-    A refused part leaves no state, as its caller may be unauthorized. The home cancels it, so that
-    a late ``fetch_part`` does not begin it.
+    A refused part leaves no state, as its caller may be unauthorized.
     """
 
     def __init__(
@@ -303,7 +292,7 @@ class PartServer:
         return self._live.get(key)
 
     def fetch(self, asked: FetchPart, call: Call) -> None:
-        """Fetch the part; a repeated request joins it, or gets its outcome. Raises `KVBusError`."""
+        """Fetch the part; a repeated request joins it, or gets its outcome."""
         key, origin = _key(asked.token), _key(asked.origin) if asked.origin else ""
         if (outcome := self._ended.get(key, self._ended.get(origin))) is not None:
             call.reply(outcome)
@@ -317,7 +306,7 @@ class PartServer:
         self._dispatch(requested)
 
     def cancel(self, asked: CancelPart, call: Call) -> None:
-        """Cancel the part; reply when nothing of it is in flight, or can be later."""
+        """Reply when nothing of the part is in flight, or can be later."""
         key = _key(asked.token)
         part = next((one for one in self._live.values() if key in (one.key, one.origin)), None)
         if part is None or part.key != key:
@@ -357,10 +346,7 @@ def _address(other: AgentRanks) -> PeerAddress:
 
 
 def _origin(requested: ev.Requested, other: AgentRanks, repeated: int) -> str:
-    """Return the ``origin`` of a part for the given number of earlier processes of the home.
-
-    Each process derives the same value from the token of the fetch.
-    """
+    """Return a part's ``origin``, which each process of the home derives from the token."""
     named = f"{requested.commit_token} {other.endpoint} {repeated}"
     return blake2b(named.encode(), digest_size=16).hexdigest()
 

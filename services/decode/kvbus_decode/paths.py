@@ -1,4 +1,4 @@
-"""Path selection: open paths of a route, the path of a fetch, and its predicted time."""
+"""Path selection and predicted times of fetches."""
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
@@ -32,7 +32,7 @@ class PathChooser:
         self._staging, self._wanted = agent.staging, config.path
 
     def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
-        """Return the path for a fetch of these tokens, or None where `path_of` raises."""
+        """Return a path, or None where `path_of` raises."""
         try:
             paths = self._open_paths(route)
             if Path.MAPPED in paths:
@@ -43,10 +43,7 @@ class PathChooser:
             return None
 
     def path_of(self, chunk: Chunk) -> PathChoice:
-        """Return the path of a chunk: that of its fetch, unless mapped memory has closed.
-
-        Without a lease it is one of `UNPACKED`. Raises `ConfigError` when no path is open.
-        """
+        """Return the path of the fetch, or another if its mapped memory has closed."""
         route, fetch, asked, leased = chunk.route, chunk.fetch, chunk.asked, chunk.wanted.epoch > 0
         choice = fetch.choice or self.choose(route, asked.first_token, asked.num_tokens)
         if choice is not None:
@@ -62,12 +59,12 @@ class PathChooser:
     def _choose(
         self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
     ) -> PathChoice:
-        """Choose by cost. A tile must fit the slots of both sides, or `cut_into_tiles` raises."""
         if Path.MAPPED in paths:
             return PathChoice(Path.MAPPED)
         num_bytes = route.num_bytes(spans)
         if not num_bytes or paths == (Path.DIRECT,):  # only a tail to zero
             return PathChoice(paths[0])
+        # A tile must fit the slots of both sides, or `cut_into_tiles` raises.
         slot_bytes, least = self._slot_bytes(route), route.least_tile_bytes
         plans = route.plans(replica_index)
         staged = [one for plan in plans for one in plan.staged]
@@ -86,10 +83,7 @@ class PathChooser:
         return PathChoice(path, tile_bytes)
 
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
-        """Return the open paths. Only mapped memory may close while the route is used.
-
-        Raises `ConfigError`, and `TransferFailed` if the only path closed with its memory.
-        """
+        """Return the open paths; only mapped memory may close while the route is used."""
         if route.paths and (route.is_mapped or Path.MAPPED not in route.paths):
             return route.paths
         closed = _closed(route, packs_here=self._staging.packs)
@@ -116,15 +110,11 @@ class PathChooser:
 def speculative_read_of(
     requested: Requested, route: Route, choice: PathChoice
 ) -> SpeculativeRead | None:
-    """Return what the fetch can read before it has a lease, or None if it needs the lease first.
-
-    A tile is packed under an epoch. Agents without the lease drive their part of a read only on
-    request. Raises `ProtocolError` when the ticket's blocks are invalid.
-    """
+    """Return the read that needs no lease, if any. Raises `ProtocolError` for invalid blocks."""
     if choice.path not in UNPACKED or not _names_all(requested):
         return None
     if route.others or requested.others or requested.access:
-        return None
+        return None  # other agents drive a read only on request
     # A READ over TCP, or with a new connection, needs progress at the prefill agent. The lease
     # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
     # (CMA) makes it.
@@ -140,7 +130,6 @@ def _names_all(requested: Requested) -> bool:
 
 
 def _unpacked(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Raises `TransferFailed` when all paths without a lease have closed."""
     found = tuple(path for path in paths if path in UNPACKED)
     if not found:
         message = "the path that needs no lease has closed while the fetch waited"
@@ -197,9 +186,6 @@ class CostBook:
         self._agent, self._routes, self._chooser = agent, routes, chooser
 
     def cost(self, asked: Cost) -> Predicted:
-        """Predict a fetch that starts now. Raises `LocalError` for unknown engines or wrong token
-        order.
-        """
         first, last = asked.first_token, asked.num_tokens
         if first > last:
             message = f"first_token {first} is behind num_tokens {last}"

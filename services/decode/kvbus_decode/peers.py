@@ -26,9 +26,8 @@ log = structlog.get_logger()
 SILENT_S = 5.0
 """A pinged peer that has sent nothing for this long is silent."""
 FORGET_PEER_S = 60.0
-"""An unused peer that is silent for this long is dropped."""
+"""An unused peer is dropped after this silence."""
 REQUESTS_OF_A_FETCH = 8
-"""Maximum in flight to a peer for one fetch: acquire or renewal, packs, releases."""
 
 ENGINE_READY, ENGINE_LOST = "engine.ready", "engine.lost"
 TOPICS = (
@@ -53,12 +52,10 @@ TOPICS = (
 #     another boot id            that came from it (`kvbus_decode.remote_agent`)
 #     a reply after that         the process is found: `PeerDirectory.found`
 class PeerDirectory(EventListener):
-    """All peers; a user holds one from `acquire` to `release`.
+    """All peers.
 
-    ``on_lost`` fails the fetches that read from a lost process, and returns their number.
-    ``on_found`` is called when a process has replied, or has another engine; the flag is False for
-    the first process at an address. ``on_missed`` gets the boot id of a process after a gap in its
-    events.
+    ``on_found`` gets True for a later process or engine of an address. ``on_missed`` gets a boot id
+    after a gap in its events.
     """
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
@@ -90,7 +87,7 @@ class PeerDirectory(EventListener):
     def acquire(self, address: PeerAddress) -> Peer:
         """Return the peer, connecting to a new one.
 
-        Raises `LocalError` (``busy``), and `RemoteError` (``forbidden``) for an untrusted peer.
+        Raises `LocalError` (``busy``) or `RemoteError` (``forbidden``).
         """
         peer = self._peers.pop(address, None) or self._connect(address)
         self._peers[address] = peer  # most recently used last: `_drop_idle` evicts the first
@@ -108,12 +105,11 @@ class PeerDirectory(EventListener):
         return self._peers.get(peer.address) is peer
 
     def silent(self) -> dict[tuple[str, str], float]:
-        """Return the silence in seconds of each silent peer, by endpoint and key."""
+        """Return seconds of silence by endpoint and key."""
         silent_s = {one.address[:2]: one.client.silent_s for one in self._peers.values()}
         return {address: seconds for address, seconds in silent_s.items() if seconds > SILENT_S}
 
     def refusal_of(self, endpoint: str) -> str:
-        """Return the error of the last handshake; empty after a success."""
         refusals = (one.refusal for one in self._peers.values() if one.endpoint == endpoint)
         return next(filter(None, refusals), "")
 

@@ -1,7 +1,4 @@
-"""Connections and handshakes with the prefill agents of ``peers``, before the first fetch.
-
-start, or an engine of either side is ready ─▶ status ─▶ a handshake for each pair of engines
-"""
+"""Connections and handshakes with the prefill agents of ``peers``, before the first fetch."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,15 +23,12 @@ log = structlog.get_logger()
 
 AT_ONCE = 4
 RETRY_S, MAX_RETRY_S = 15.0, 240.0
-"""Interval of status requests. It doubles while there is a problem with the agent."""
+"""Interval of status requests; it doubles while there is a problem."""
 
 
 @dataclass(slots=True, eq=False)
 class _Listed:
-    """Agent of `peers`. Holding ``peer`` keeps it from being closed as idle.
-
-    ``news`` triggers a status request. ``unfit`` are pairs of engines with incompatible models.
-    """
+    """Agent of `peers`; a held ``peer`` is not closed as idle."""
 
     address: PeerAddress
     peer: Peer | None = None
@@ -76,7 +70,6 @@ class PeerPreconnector:
             one.news.set()
 
     def see_news(self, peer: Peer, is_new: bool) -> None:
-        """Retry early when a peer is a new process, or its last handshake failed."""
         for one in self._listed:
             if one.peer is peer and (is_new or one.problem):
                 one.news.set()
@@ -95,7 +88,6 @@ class PeerPreconnector:
             pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
 
     async def _connect(self, one: _Listed) -> None:
-        """Shake hands for each pair of engines. Raises `KVBusError`."""
         began, num_routes = self._agent.loop.time(), 0
         peer = one.peer
         if peer is None or not self._peers.has(peer):
@@ -141,7 +133,6 @@ class PeerPreconnector:
         return one.peer
 
     def _pairs(self, peer: Peer, status: AgentStatus) -> dict[RouteKey, tuple[Ticket, LocalEngine]]:
-        """Return all pairs of ready engines; the tickets have no offer and no secret."""
         tickets = [
             Ticket(
                 agent_id=status.agent_id,

@@ -1,24 +1,8 @@
-"""State machine of all reads of a decode agent: transfers, slots here, and the end of a read
-(sans-IO).
+"""State machine of all reads: transfers, slots here, and the end of a read (sans-IO).
 
-    ChunkWanted ─▶ transfers ─▶ up to `transfers_in_flight` ─▶ ... ─▶ next round ─▶ ReadEnded
-                              │ ▲
-                              ▼ │ slots here, fairly between holders
-
-The stages of a transfer depend on the path:
-
-    direct       wanted ────────────────────────▶ reading ─────────────▶ over
-    staged       wanted ────────────▶ queued ───▶ reading ─▶ copying ──▶ over
-    packed       wanted ─▶ packing ─▶ queued ───▶ reading ─▶ copying ──▶ over
-    mapped       wanted ───────────────────────────────────▶ copying ──▶ over
-    zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
-    comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
-
-NIXL and threads cannot be cancelled. A transfer that may write into the engine's blocks is reading
-without a slot, or copying. It stays live until the data process reports its end, or ends itself.
-All other transfers stop immediately. Only `ReadEnded` frees blocks, even after an abort or a loss.
-
-Rounds run one after the other: read, zero, compare. The comparison thus sees the final bytes.
+NIXL and threads cannot be cancelled. A transfer that may write into the engine's blocks is live
+until the data process reports its end, or ends. Others stop immediately. Rounds (read, zero,
+compare) follow one another, so the comparison sees the final bytes.
 """
 
 from collections import defaultdict, deque
@@ -37,9 +21,8 @@ from kvbus.table.table import History, Table, transitions
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99
-"""Usable share of a slot's lease: the holder's clock may be faster, and a late READ would return
-another tile's bytes unnoticed. Leases of offers need no margin, since their agent confirms them.
-"""
+"""Usable share of a slot's lease: if the holder's clock is faster, a late READ returns another
+tile's bytes."""
 
 
 class TransferState(StrEnum):
@@ -70,12 +53,17 @@ READING, COPYING = TransferState.READING, TransferState.COPYING
 COMPARING, OVER = TransferState.COMPARING, TransferState.OVER
 
 
+# Stages by path:
+#
+#     direct       wanted ────────────────────────▶ reading ─────────────▶ over
+#     staged       wanted ────────────▶ queued ───▶ reading ─▶ copying ──▶ over
+#     packed       wanted ─▶ packing ─▶ queued ───▶ reading ─▶ copying ──▶ over
+#     mapped       wanted ───────────────────────────────────▶ copying ──▶ over
+#     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
+#     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
-    """Unit of work of a read; ``work`` is opaque here.
-
-    ``slot_id`` names its slot at ``source``, ``slot`` is the number of its slot on ``device`` here.
-    """
+    """Unit of work of a read, with ``slot_id`` at ``source`` and ``slot`` on ``device`` here."""
 
     stages: tuple[TransferState, ...]
     work: Any = None
@@ -92,11 +80,7 @@ class Transfer:
 
 
 class ChunkWanted(Value, frozen=True):
-    """Event: read a chunk into the blocks of ``engine``. Transfers of higher ``priority`` get slots
-    first.
-
-    ``path`` and ``nixl_agent`` are only copied to `ReadEnded`.
-    """
+    """Event: read a chunk; ``path`` and ``nixl_agent`` are only copied to `ReadEnded`."""
 
     key: str
     engine: Hashable
@@ -107,10 +91,7 @@ class ChunkWanted(Value, frozen=True):
 
 
 class StageEnded(Value, frozen=True):
-    """Event: the current stage of a transfer has ended, and no write of it is in flight.
-
-    The lease of a packed slot starts at the request.
-    """
+    """Event: the stage has ended, and no write of it is in flight."""
 
     transfer: Transfer
     num_bytes: int = 0
@@ -125,8 +106,6 @@ class EngineGone(Value, frozen=True):
 
 
 class TransferDue(Value, frozen=True):
-    """Internal event: the transfer may start, or has a slot here."""
-
     slot: int | None = None
 
 
@@ -138,10 +117,7 @@ Event = ChunkWanted | StageEnded | StopReads | EngineGone | Stopped | DeadlinePa
 
 
 class Begin(Value, frozen=True):
-    """Command: begin ``stage`` of the transfer. The agent dispatches one `StageEnded` in return.
-
-    ``done`` are slots at the holder that have been read. A pack request releases them.
-    """
+    """Command: begin a stage; a pack request releases the read slots ``done``."""
 
     transfer: Transfer
     stage: TransferState
@@ -149,7 +125,7 @@ class Begin(Value, frozen=True):
 
 
 class AbortTransfer(Value, frozen=True):
-    """Command: begin no further part of the stage. `StageEnded` follows when nothing runs."""
+    """Command: begin no further part of the stage."""
 
     transfer: Transfer
 
@@ -162,9 +138,7 @@ class ReleaseSlots(Value, frozen=True):
 
 
 class ReplaceDataProcess(Value, frozen=True):
-    """Command: replace the data process, as aborted stages do not end. `StageEnded` follows for
-    each.
-    """
+    """Command: replace the data process, as aborted stages do not end."""
 
 
 Command = Begin | AbortTransfer | ReleaseSlots | ReplaceDataProcess | ReadEnded
@@ -173,10 +147,7 @@ Commands = list[Command]
 
 @dataclass(slots=True, eq=False)
 class ReadEntry:
-    """State of one read. ``live`` are its transfers that have started and are not over.
-
-    The next request to a source releases its ``read_slots``.
-    """
+    """State of one read; the next request to a source releases its ``read_slots``."""
 
     wanted: ChunkWanted
     history: History = field(default_factory=History)
@@ -199,7 +170,6 @@ class ReadEntry:
 
     @property
     def due_at(self) -> float | None:
-        """Return the first end of the lease of an unread slot or, while draining, `replace_at`."""
         if self.replace_at is not None:
             return self.replace_at
         times = [
@@ -213,7 +183,6 @@ class ReadEntry:
         return Key(transfer.source, self.wanted.priority)
 
     def next_transfer(self, most_queued: int) -> Transfer | None:
-        """Remove and return the transfer that may start now, if any."""
         while not self.waiting and not self.live and self.rounds and self.error is None:
             self.waiting.extend(self.rounds.popleft())
         if not self.waiting:
@@ -248,10 +217,7 @@ def begin(read: ReadEntry, transfer: Transfer, event: object, now: float) -> Com
 
 
 def go_on(read: ReadEntry, transfer: Transfer, event: StageEnded, now: float) -> Commands:
-    """Begin the next stage, or end the transfer.
-
-    `_expire` has failed the read by now if the READ outlived its slot's lease.
-    """
+    """Begin the next stage; `_expire` has failed a READ that outlived its slot's lease."""
     read.num_bytes += event.num_bytes
     read.error = read.error or event.error
     if event.slot_id is not None:
@@ -269,7 +235,6 @@ def drop(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: fl
 
 
 def abort(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
-    """NIXL cannot cancel a posted READ, and a thread finishes its part."""
     return [AbortTransfer(transfer)]
 
 
@@ -286,8 +251,6 @@ TRANSITIONS = transitions(
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds. A read that drains for ``quarantine_s`` causes the data process to be replaced."""
-
     transfers_in_flight: int = 4
     num_slots: int = 16
     quarantine_s: float = 10.0
@@ -295,7 +258,7 @@ class ReadLimits:
 
 
 class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
-    """Table of all reads by key. A new read of a retired key continues its history."""
+    """All reads by key; a new read of a retired key continues its history."""
 
     def __init__(self, limits: ReadLimits) -> None:
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)

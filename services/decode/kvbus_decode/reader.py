@@ -1,9 +1,4 @@
-"""Chunk reads: the path, its transfers, and the read table that schedules them.
-
-read_chunk ─▶ path ─▶ transfers ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
-                                       ▲                        │
-                                       └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
-"""
+"""Chunk reads: path, transfers, and the read table that schedules them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -33,11 +28,9 @@ from kvbus_decode.transfers import DirectWork, MappedWork, StageRunner, Transfer
 log = structlog.get_logger()
 
 SHORT_BYTES = 128 << 10
-"""Largest copy on the event loop, if in few runs. It takes 30 to 130 µs with its plan, less than a
-round trip to the data process.
-"""
+"""Largest copy on the event loop: 30 to 130 µs, less than a round trip to the data process."""
 GRACE_S = 2.0
-"""Time that other jobs have to end before their data process is replaced."""
+"""Time for other jobs to end before the data process is replaced."""
 
 
 class Reader:
@@ -73,10 +66,7 @@ class Reader:
         return None if read is None else read.history
 
     def read_chunk(self, command: ReadChunk, promise: Promise[FetchEvent]) -> None:
-        """Read a chunk by the path of its fetch, or by another if that path has closed.
-
-        Keeps the promise when no write is in flight: before it returns, for short mapped chunks.
-        """
+        """Read a chunk; keep the promise when no write is in flight."""
         key, chunk = command.requested.fetch_id, make_chunk(command, one_in=self._one_in)
         choice = self._chooser.path_of(chunk)
         if choice.path is Path.MAPPED and (num_bytes := self._copy_here(chunk)) is not None:
@@ -110,22 +100,14 @@ class Reader:
         self._dispatch(ev.EngineGone(engine, engine_lost()))
 
     async def reads_done(self, engine: LocalEngine) -> None:
-        """Return when no write into ``engine`` is in flight."""
         await until(lambda: not self._table.num_reads(engine))
 
     def _copy_here(self, chunk: Chunk) -> int | None:
-        """Copy a short chunk on the event loop, without a transfer. Raises as
-        `MappedWork.copy_here`."""
         if len(chunk.plans) != 1 or chunk.tail or chunk.one_in:
             return None
         return MappedWork(chunk=chunk, plan=chunk.plans[0]).copy_here(SHORT_BYTES)
 
     def _transfers_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Transfer]:
-        """Yield the transfers that read.
-
-        Raises as `StagingDevices.at`, and `GeometryError` when tiles are too small to hold
-        anything.
-        """
         if choice.path in (Path.STAGED, Path.PACKED):
             yield from self._tile_transfers(chunk, choice)
             return
@@ -135,7 +117,6 @@ class Reader:
             yield ev.Transfer(stages=work.stages, work=work, source=plan.source)
 
     def _tile_transfers(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Transfer]:
-        """Yield the transfers of all tiles. Sources and ranks take turns."""
         queues, tile_bytes = deque[Iterator[ev.Transfer]](), choice.tile_bytes
         for plan in chunk.plans:
             if choice.path is Path.PACKED:
@@ -146,7 +127,7 @@ class Reader:
                 queues += (
                     self._staged_transfers(chunk, plan, index, tile_bytes) for index in indices
                 )
-        while queues:
+        while queues:  # sources and ranks take turns
             queue = queues.popleft()
             if (transfer := next(queue, None)) is not None:
                 yield transfer
@@ -160,10 +141,10 @@ class Reader:
             work = StagedWork(chunk=chunk, plan=plan, index=index, tile=tile, slots=slots)
             yield ev.Transfer(stages=work.stages, work=work, source=plan.source, device=HOST)
 
+    # Ranks of one device that read the same bytes share a transfer.
     def _transfers_of_share(
         self, chunk: Chunk, source: Source, share: Share, tile_bytes: int
     ) -> Iterator[ev.Transfer]:
-        """Yield a transfer for each tile. Ranks on one device that read the same bytes share it."""
         group = chunk.route.readers[share.reader].engine.group(share.group)
         device, span = chunk.route.engine.ranks[share.reader].device, chunk.spans[share.group]
         slots = self._agent.staging.at(device)

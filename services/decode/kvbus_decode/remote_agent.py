@@ -22,7 +22,7 @@ from kvbus_decode.nixl_peers import NixlMemory, NixlPeer, NixlPeers
 log = structlog.get_logger()
 
 REFUSED_S = 30.0
-"""Fetches from an agent that is silent for longer than this are refused immediately."""
+"""Fetches from an agent that is silent for longer are refused."""
 RETRY_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
@@ -36,12 +36,9 @@ OTHER_MEMORY = (
 """Failures after which the memory of an engine may have moved."""
 
 FailureOf = Literal["read", "copy", "memory", "lease"]
-"""Job, or request: about memory (it shows ``access``), or about an offer (``lease``)."""
 
 
 class PeerAddress(NamedTuple):
-    """An agent's endpoint, its key (if known) and its required role."""
-
     endpoint: str
     server_key: str = ""
     role: Role = Role.PREFILL
@@ -53,7 +50,7 @@ class PeerAddress(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """The connection to an address, and the current or next process there."""
+    """Connection to an address, and the current or next process there."""
 
     address: PeerAddress
     client: RequestClient
@@ -64,7 +61,6 @@ class Peer:
     refusal: str = ""
     num_users: int = 0
     used_at: float = 0.0
-    """Loop time of the end of the last fetch."""
     is_refused: bool = False
     remote: "RemoteAgent" = field(init=False)
 
@@ -76,7 +72,7 @@ class Peer:
         return self.address.endpoint
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
-        """Send a request and return its id; ``on_reply`` gets a failure to send as well."""
+        """Send a request; ``on_reply`` also gets a failure to send."""
         try:
             return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
@@ -90,8 +86,7 @@ class Peer:
     def check_answers(self, boot: str | None) -> None:
         """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent for `REFUSED_S`.
 
-        Before that, fetches wait for a restart. An unknown ``boot`` in a ticket belongs to a newer
-        process.
+        An unknown ``boot`` in a ticket belongs to a newer process.
         """
         client = self.client
         if boot not in (None, client.peer_boot):
@@ -144,10 +139,9 @@ class Peer:
 #
 #     a pause of this process                           nothing: no ping was sent
 class RemoteAgent:
-    """One process of another agent, by its boot id, and its resources here.
+    """One process of another agent, and its resources here, unused after `close`.
 
-    None of them is used after `close`. ``boot`` is empty until the first reply; ``earlier`` is that
-    of the previous process.
+    ``boot`` is empty until the first reply.
     """
 
     def __init__(self, peer: Peer, earlier: str = "") -> None:
@@ -177,7 +171,7 @@ class RemoteAgent:
         )
 
     def note_failure(self, error: KVBusError, source: "Source", of: FailureOf) -> None:
-        """Close what a failure proves to be lost, by the table above."""
+        """Close the resources that a failure proves lost (table above)."""
         if self.closed or isinstance(error, LocalError):
             return
         if of in ("memory", "lease") and isinstance(error, PeerLost):
@@ -208,10 +202,6 @@ class RemoteAgent:
     # and other registrations. A READ from the earlier one must not be served by the new one, which
     # may have other memory at the same address.
     async def connect_nixl(self, memory: NixlMemory) -> NixlPeer:
-        """Add memory to NIXL, in place of that of earlier data processes.
-
-        Raises `KVBusError`.
-        """
         self.drop(lambda one: one.nixl_agent not in ("", memory.agent))
         nixl = self.peer.nixl
         nixl.release(self.nixl_memory, but=memory.agent)
@@ -242,9 +232,7 @@ class Source:
     """Memory of a prefill engine at one agent, as one route reads it.
 
     ``engine_instance`` is empty if the agent is not the engine's home. ``nixl`` is None if all of
-    the route is mapped; otherwise READs use ``nixl_peer`` and its registered ranks, ``remotes``.
-    ``slot_bytes`` is the largest tile that the agent packs, 0 if none. ``unmapped`` is the reason
-    for no ``mapped``, which a copy keeps alive.
+    the route is mapped. ``unmapped`` is the reason for no ``mapped``.
     """
 
     remote: RemoteAgent
@@ -278,7 +266,7 @@ class Source:
 
     @property
     def is_undriven(self) -> bool:
-        """Whether READs seem to end without progress of the peer, as over CMA."""
+        """Whether READs end without progress of the peer, as over CMA."""
         return self.nixl_peer is not None and self.nixl_peer.is_undriven
 
     @property
@@ -291,10 +279,6 @@ class Source:
         }
 
     def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
-        """Return the request to another agent than the home whether its ranks are unchanged.
-
-        The agent drives reads for ``progress_s``; 0 stops that.
-        """
         asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
         return CheckMemory(**self.named, **asked, progress_s=progress_s)
 
@@ -315,7 +299,6 @@ class Source:
         self.peer.ask(message, timeout_s, settle)
 
     async def query(self, message: Request[R], timeout_s: float) -> R:
-        """Return the reply to a request about this memory. Raises `KVBusError`."""
         try:
             return await self.peer.client.ask(message, timeout_s=timeout_s)
         except KVBusError as error:

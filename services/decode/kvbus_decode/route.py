@@ -1,4 +1,4 @@
-"""Route from one prefill engine to one decode engine: ranks, agents and plans."""
+"""Routes and their plans."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -43,9 +43,8 @@ from kvbus_decode.remote_agent import Source
 class SourcePlan:
     """Plans for one source; None or empty where the path is closed.
 
-    Jobs use ``read_plan``, ``staged_plan`` and ``copy_plan``. The event loop uses the others for
-    estimates, and ``mapped`` for short copies. A ``joined`` share, of the packed and staged paths,
-    is read from the source of its first reader. No source has joined shares alone.
+    A ``joined`` share is read from the source of its first reader. No source has joined shares
+    alone.
     """
 
     source: Source
@@ -65,19 +64,15 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """Path and its tile size, 0 for a path without tiles."""
-
     path: Path
     tile_bytes: int = 0
 
 
 class Route:
-    """Route from all ranks of a prefill engine to the local ranks of a decode engine.
+    """Route from a prefill engine to the local ranks of a decode engine.
 
-    The first of ``sources`` is the engine's home, which has its leases. The end of a source's
-    process closes the route. Construction takes about 100 ms for engines of many ranks and layers:
-    run it in a thread. Raises `GeometryError` when the ranks lack data that the decode engine
-    needs.
+    The first of ``sources`` is the engine's home. Construction takes up to 100 ms: run it in a
+    thread. Raises `GeometryError`.
     """
 
     def __init__(
@@ -93,23 +88,19 @@ class Route:
         self.on_close: Callable[[], object] = lambda: None
         self._slot_bytes, self._data = slot_bytes, data
         self.home, self.others = sources[0], sources[1:]
-        """The agent that has the engine's offers, and agents that have ranks alone."""
         self.paths: tuple[Path, ...] = ()
-        """Open paths at the last check."""
         self._holders = {rank: source for source in sources for rank in source.ranks}
         placed_there = [placed for source in sources for placed in source.ranks.values()]
         ranks = [placed.rank for placed in placed_there]
         validate_ranks(prefill, ranks)
         held = {group.name for group in prefill.groups}
         self.groups = tuple(group for group in engine.spec.groups if group.name in held)
-        """Groups of the decode engine, without optional ones that the prefill engine lacks."""
+        """Without optional groups that the prefill engine lacks."""
         self.missing = [group.name for group in engine.spec.groups if group.name not in held]
         ours = engine.ranks.values()
         self.readers = {one.rank.rank: _placed(engine.spec, one.rank, held) for one in ours}
         self.prefill_direct = all(placed.direct for placed in placed_there)
-        """Whether READs can start in the blocks of every prefill rank."""
         self.decode_direct = all(rank.direct for rank in ours)
-        """Whether READs can end in the blocks of every local rank."""
         self.decode_mapped = all(rank.device == HOST for rank in ours)
         self._map = ReadMap(
             ranks,
@@ -138,7 +129,6 @@ class Route:
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Memory ids and data processes at the other agents."""
         return tuple(f"{source.memory_id} {source.nixl_agent}" for source in self.others)
 
     @property
@@ -146,7 +136,7 @@ class Route:
         return self.decode_mapped and all(one.is_mapped for one in self.sources)
 
     def next_replica_index(self) -> int:
-        """Return the next index in turn, so that fetches share replicas."""
+        """Rotate, so that fetches share replicas."""
         self._next_replica_index = (self._next_replica_index + 1) % self._map.num_choices
         return self._next_replica_index
 
@@ -156,7 +146,7 @@ class Route:
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
         """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks.
 
-        The prefill agent has checked that no block id appears twice.
+        The prefill agent has checked that no id appears twice.
         """
         for group in self.prefill.groups:
             start, stop = spans.get(group.name, (0, 0))
@@ -171,7 +161,7 @@ class Route:
         return span_bytes(self._repeated_bytes, spans)
 
     def close(self) -> None:
-        """Call ``on_close``, and remove the data process's definitions, once no job uses them."""
+        """Close the route; the data process drops its definitions after their last job."""
         on_close, self.on_close = self.on_close, lambda: None
         on_close()
         for plans in self._plans:
@@ -232,7 +222,6 @@ class Route:
     def _mapped_plan(
         self, source: Source, mapped: MappedMemory, shares: tuple[Share, ...]
     ) -> RunPlan | None:
-        """Return the plan of short copies, or None if our memory cannot be mapped here."""
         held, engine = {group.name for group in self.prefill.groups}, self.engine
         there = {
             n: _placed(self.prefill, placed.rank, held, mapped.addresses[n])
@@ -280,7 +269,6 @@ def add_remotes(
 
 
 def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:
-    """Return the peer's ranks for the planner. Raises `GeometryError` for invalid ones."""
     validate_engine(memory.engine)
     if len(memory.addresses) != len(memory.ranks):
         raise GeometryError(f"{len(memory.ranks)} ranks with {len(memory.addresses)} addresses")

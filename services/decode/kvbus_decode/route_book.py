@@ -1,7 +1,4 @@
-"""Routes, and the handshakes that create them: with an engine's home, then with each other agent.
-
-A handshake refuses an incompatible engine; both sides log the field and both values.
-"""
+"""Routes, and the handshakes that create them: with an engine's home, then each other agent."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -43,17 +40,12 @@ log = structlog.get_logger()
 LATE_S = 0.5
 """Extra time of a handshake after its requests, as their errors say more."""
 MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
-"""Number of routes and idle time above which a new route closes the least used ones: the end of an
-engine can be missed.
-"""
+"""Limits above which a new route closes the least used ones: the end of an engine can be missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Handshakes for one reader; with a ``machine`` the replies may lack NIXL metadata.
-
-    ``lent`` is the mapped memory by agent and memory id, or why it is not mapped.
-    """
+    """Handshakes for one reader; with a ``machine`` the replies may lack NIXL metadata."""
 
     engine: LocalEngine
     deadline: float
@@ -80,13 +72,10 @@ class RouteKey(NamedTuple):
 
 
 class RouteBook:
-    """All routes, and the handshakes in flight; `RemoteAgent` closes routes."""
-
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
         self._routes: dict[RouteKey, Route] = {}
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
-        """Serialize handshakes for one key."""
 
     def __iter__(self) -> Iterator[Route]:
         return iter(list(self._routes.values()))
@@ -116,8 +105,8 @@ class RouteBook:
     ) -> Route:
         """Return the known route, or shake hands. Raises `KVBusError`.
 
-        Fetches that need the same handshake wait for one. If it fails, each makes its own: the
-        first ticket may have been invalid.
+        Fetches share a handshake. If it fails, each makes its own: the first ticket may have been
+        invalid.
         """
         key, deadline = RouteKey.of(ticket, engine), self._agent.loop.time() + timeout_s
         with anyio.move_on_after(timeout_s + LATE_S):
@@ -188,7 +177,7 @@ class RouteBook:
         return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
 
     async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
-        """Shake hands with an agent that has some ranks of the engine, but not its leases."""
+        """Shake hands with an agent that has ranks of the engine, but not its leases."""
         engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
@@ -211,10 +200,10 @@ class RouteBook:
     async def _ask(
         self, peer: Peer, shaken: _Round, *, hint: str = "", **wanted: Any
     ) -> tuple[RemoteAgent, HandshakeDone]:
-        """Shake hands; raises `KVBusError`: ``peer_unreachable``, or a refusal.
+        """Shake hands. Raises `KVBusError`.
 
-        If another process than ``hint`` refuses, another agent may have the address now: its name
-        is resolved again.
+        If another process than ``hint`` refuses, another agent may have the address: its name is
+        resolved again.
         """
         handshake = Handshake(
             min_protocol=PROTOCOL_VERSION,
@@ -280,7 +269,6 @@ class RouteBook:
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:
-        """Store a route. Raises `KVBusError` if either end was lost during the handshake."""
         if route.engine.lost:
             raise engine_lost()
         for source in route.sources:

@@ -1,8 +1,4 @@
-"""Validation of tickets, before the agent connects to a prefill agent.
-
-If the site signs its tickets, the gate refuses those that were altered, name another audience or
-prompt, have expired, or were already read here.
-"""
+"""Validation of tickets, before the agent connects to a prefill agent."""
 
 import time
 from collections import OrderedDict
@@ -17,8 +13,6 @@ MAX_COMPLETED = 65_536
 
 
 class TicketGate:
-    """The check of tickets; ``keys`` is None if the site signs none."""
-
     def __init__(self, agent_id: str, keys: TicketKeys | None) -> None:
         self._agent_id, self._keys = agent_id, keys
         self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -35,7 +29,6 @@ class TicketGate:
         return rendezvous
 
     def admit_ticket(self, fields: Mapping[str, Any], engine_id: str, digest: str) -> Ticket:
-        """Return a ticket of the prompt with this digest; raises as `admit` does."""
         ticket, keys = self.read(fields), self._keys
         self._check_prompt(ticket, digest)
         if keys is None:
@@ -47,7 +40,7 @@ class TicketGate:
         return ticket
 
     def read(self, fields: Mapping[str, Any]) -> Ticket:
-        """Return the ticket of a part; its home has checked all but the signature."""
+        """Return the ticket with a valid signature; a part's home has checked the rest."""
         ticket = Ticket.from_json(fields)
         if self._keys is not None:
             self._keys.check_signature(ticket)

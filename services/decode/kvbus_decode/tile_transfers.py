@@ -30,10 +30,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StagedWork:
-    """READ of whole blocks into a slot, then a copy out of it.
-
-    ``index`` is that of the plan in the source's list of staged ones.
-    """
+    """READ of whole blocks into a slot, then a copy."""
 
     stages: ClassVar[tuple[TransferState, ...]] = (QUEUED, READING, COPYING)
     chunk: Chunk
@@ -71,8 +68,6 @@ class StagedWork:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PackedWork:
-    """READ of a tile that its holder has packed, then a copy to all ``share.readers``."""
-
     stages: ClassVar[tuple[TransferState, ...]] = (PACKING, QUEUED, READING, COPYING)
     chunk: Chunk
     source: Source
@@ -189,7 +184,7 @@ class ZeroWork:
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareWork:
-    """Comparison of one tile. ``found`` has digests by rank, those of the holder under None."""
+    """Comparison of one tile; ``found`` has the holder's digests under None."""
 
     stages: ClassVar[tuple[TransferState, ...]] = (COMPARING,)
     chunk: Chunk

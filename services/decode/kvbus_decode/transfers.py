@@ -1,7 +1,4 @@
-"""Stages of transfers: jobs of the data process, and requests to the transfer's holder.
-
-Begin ─▶ StageRunner ─▶ work.begin(stage) ─▶ jobs, requests ─▶ Stage.end ─▶ StageEnded, once
-"""
+"""Stages of transfers: jobs of the data process, and requests to the transfer's holder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +66,7 @@ class Stage:
         *uses: Defined,
         then: Callable[[wire.DataReply], None] | None = None,
     ) -> None:
-        """Start a job. Its end calls ``then``, or ends the stage. Raises as `DataProcess.start`."""
+        """Start a job; its end calls ``then``, or ends the stage."""
 
         def take(reply: wire.DataReply) -> None:
             self._jobs.remove(job)
@@ -83,7 +80,6 @@ class Stage:
         self._jobs.append(job)
 
     def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
-        """Start a READ. Raises `PeerLost` if the source is lost."""
         if source.remote.closed:
             raise source.remote.loss()
 
@@ -105,7 +101,7 @@ class Stage:
         slot_id: int | None = None,
         slot_lease_s: float = 0.0,
     ) -> None:
-        """End the stage, and abort its jobs on an error. Only the first call counts."""
+        """End the stage; an error aborts its jobs. Only the first call counts."""
         if self._outcome is None:
             self._outcome = StageEnded(self.transfer, num_bytes, error, slot_id, slot_lease_s)
             if error is not None:
@@ -130,7 +126,6 @@ class StageRunner:
         self._running: dict[Transfer, Stage] = {}
 
     def begin(self, command: Begin, promise: Promise[Event]) -> None:
-        """Begin a stage. On an exception it fails once its jobs have ended."""
 
         def end(ended: StageEnded) -> None:
             if not promise.is_kept:
@@ -142,7 +137,7 @@ class StageRunner:
         try:
             work.begin(stage)
         except Exception as error:
-            stage.end(error=failure(error))
+            stage.end(error=failure(error))  # after its jobs
 
     def abort(self, transfer: Transfer) -> None:
         if (stage := self._running.get(transfer)) is not None:
@@ -179,10 +174,10 @@ class DirectWork:
 # Mapped source memory may end at any moment. Its addresses then read as zeros
 # (`kvbus_decode.mapped`). A fetch must never complete with such zeros:
 #
-#     the engine dies   its agent ends its offers, then hangs up: the take of a fetch that has read
-#                       a zero comes later, and is refused
-#     its agent dies    no agent is left to confirm a take
-#     the file is cut   by a live engine: its lease stays valid, and a take would succeed; but the
+#     the engine dies   its agent ends its offers, then hangs up: the commit of a fetch that has
+#                       read a zero comes later, and is refused
+#     its agent dies    no agent is left to confirm a commit
+#     the file is cut   by a live engine: its lease stays valid, and a commit would succeed; but the
 #                       process that copied sees the cut before the first zero, and its job fails
 #
 #     copy    ──read──read──[cut]──zero──zero──┐ last part has ended
@@ -193,8 +188,6 @@ class DirectWork:
 # each read of the job.
 @dataclass(slots=True, eq=False, kw_only=True)
 class MappedWork:
-    """Copy from one mapped source, straight into the blocks."""
-
     stages: ClassVar[tuple[TransferState, ...]] = (COPYING,)
     chunk: Chunk
     plan: SourcePlan
@@ -221,10 +214,7 @@ class MappedWork:
         stage.start(copy, plan, then=end)
 
     def copy_here(self, max_bytes: int) -> int | None:
-        """Copy a few short runs on the calling thread; return the bytes, or None if too many.
-
-        Raises `GeometryError`, and `TransferFailed` when the memory has ended.
-        """
+        """Copy a few short runs on this thread; return the bytes, or None if too many."""
         plan, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
         if plan is None or memory is None or chunk.num_bytes > max_bytes:
             return None

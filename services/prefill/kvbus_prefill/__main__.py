@@ -1,4 +1,4 @@
-"""Command ``kvbus-prefill``: runs a prefill agent until a signal stops it."""
+"""The ``kvbus-prefill`` command."""
 
 from kvbus.interrupt import importing
 

@@ -56,7 +56,7 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 CELLS_CHECKED_EVERY_S = 1.0
-"""How long blocks stay pinned after a commit by a cell whose report was lost."""
+"""Longest time that blocks stay pinned after a commit whose report was lost."""
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -119,12 +119,9 @@ class PrefillService(Service):
         self.lender.end_engine(engine)
 
     def _close_cells(self, engine: LocalEngine) -> None:
-        """Revoke an engine's cells: readers use requests again, and earlier commits are
-        recorded."""
         self._driver.dispatch(ev.CellsRevoked(engine.engine_id))
 
     async def _check_cells(self) -> None:
-        """Find commits whose report was lost with its sender or its connection."""
         while True:
             await anyio.sleep(CELLS_CHECKED_EVERY_S)
             self._agent.loop.call_soon(
@@ -162,7 +159,6 @@ class PrefillService(Service):
     # before the data process reports the truncation. The file is shorter before the first zero is
     # read, so this agent checks the files for each commit.
     def _commit(self, commit: Commit, call: Call) -> None:
-        """Forward a commit, after ending an engine that has exited or truncated its memory."""
         if not self._table.is_committed(commit, call.session.key):
             check_read_from(self._agent.data, commit.nixl_agent)
         offer = self._table.live.get(commit.offer_id)
@@ -209,14 +205,9 @@ class PrefillService(Service):
         self._agent.tasks.start_soon(guarded, answer, call.refuse)
 
     async def _answer_handshake(self, handshake: Handshake, call: Call) -> None:
-        """Reply with the engine's memory.
-
-        A reader without a right to the engine is refused without detail. An incompatible reader
-        gets the field and both values.
-        """
         agent = self._agent
         check_protocol(handshake.min_protocol, handshake.max_protocol)
-        engine = self._engine_for(handshake)
+        engine = self._engine_for(handshake)  # refuses without detail
         engine.check_memory()
         memory, memory_id = engine.memory(), engine.memory_id
         check_compatible(memory.engine, handshake.reader)
@@ -250,11 +241,7 @@ class PrefillService(Service):
         )
 
     async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
-        """Return a blob of NIXL metadata for each kind of memory, of the engine or of its slots.
-
-        Blobs, NIXL's agent name and addresses are of the data process that runs when this returns.
-        Raises `LocalError` (``busy``) when none runs in time.
-        """
+        """Return NIXL metadata of the data process that runs when this returns."""
         data = self._agent.data
         while True:
             with anyio.move_on_after(HANDSHAKE_WITHIN_S) as within:
@@ -291,7 +278,6 @@ class PrefillService(Service):
     # ranks of the engine knows no tickets. Its readers show the access that the engine's home hands
     # out. Nothing is disclosed or looked up before these checks.
     def _engine_for(self, handshake: Handshake) -> LocalEngine:
-        """Return the engine of the ticket, or its local ranks. Raises `LocalError`."""
         engines, wanted = self._agent.engines, handshake.engine_id
         if handshake.ranks:
             return engines.part(wanted, handshake.ranks, access=handshake.access)
@@ -306,11 +292,7 @@ class PrefillService(Service):
         return engine
 
     def _check_ahead(self) -> None:
-        """Raise `LocalError` (``forbidden``) unless readers may shake hands without a ticket.
-
-        With keys, only readers with a key trusted as ``decode`` may shake hands.
-        """
-        allowed = self._config.shake_hands_ahead
+        allowed = self._config.shake_hands_ahead  # with keys, a reader has one of role `decode`
         if allowed == "nobody" or (allowed == "keys" and self._agent.access.keys is None):
             raise LocalError(
                 "this agent shakes hands with those who have a ticket only (shake_hands_ahead = "
@@ -377,7 +359,7 @@ class PrefillService(Service):
         self._agent.publisher.publish("lease.granted", LeaseEvent(*lease))
 
     def _end_lease(self, command: ev.EndLease) -> None:
-        """End a lease. Progress continues for late reads if it expired or was revoked."""
+        """End a lease; progress continues for late reads if it expired or was revoked."""
         lease, reason = (command.offer_id, command.epoch), command.reason
         self._metrics.leases.values[reason,] += 1
         self._packing.end_lease(*lease, command.code)

@@ -1,4 +1,4 @@
-"""Configuration keys of a prefill agent; `kvbus.agent.config` reads and checks them."""
+"""Configuration keys of a prefill agent."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,8 +1,4 @@
-"""Tiles of KV that readers request: the data process gathers them into slots, or digests them.
-
-A reader of replaced memory is ``stale``. An engine gets its memory back after the last job that
-reads it.
-"""
+"""Tiles that readers request: the data process gathers them into slots, or digests them."""
 
 from functools import partial
 from typing import NamedTuple
@@ -38,11 +34,9 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 MAX_PACKS = 1024
-"""Limit of pending tiles; further requests are ``busy``."""
 MOST_LOST = 64
-"""Limit of lost engines whose late readers are served, to end their READs."""
+"""Limit of lost engines with late readers."""
 MOST_DIGESTS = 256
-"""Limit of pending digests."""
 WIPES_AGAIN_S = 0.1
 
 
@@ -53,10 +47,9 @@ class Gather(NamedTuple):
 
 
 class Packing:
-    """Requests for memory of engines: packing, digests, and checks of reads.
+    """Packing, digests, and checks of reads.
 
-    A tile of a local offer is checked against ``offers``. If the offer is at another agent, only
-    slot leases bound its tiles: its reader sends the commit there.
+    Only slot leases bound tiles of an offer at another agent, as its reader commits there.
     """
 
     def __init__(
@@ -91,12 +84,10 @@ class Packing:
         }
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
-        """Invalidate the tiles of this lease; ``code`` is for their readers."""
         if self.slots.live:
             self._driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
 
     def end_engine(self, engine: LocalEngine) -> None:
-        """Free an engine's slots, except those of running gathers."""
         if engine.ranks:
             self._lost[engine.memory_id] = engine
         if len(self._lost) > MOST_LOST:
@@ -108,7 +99,7 @@ class Packing:
         self._driver.stop()
 
     def _engine(self, asked: Pack | Digest | CheckMemory) -> LocalEngine:
-        """Return the engine with exactly this memory. Raises `LocalError`."""
+        """Return the engine with exactly this memory."""
         engine = self._agent.engines.engines.get(asked.engine_id)
         if engine is None:
             raise LocalError(
@@ -130,7 +121,7 @@ class Packing:
     # Checks of reads.
 
     def _check(self, check: CheckMemory, call: Call) -> None:
-        """Confirm the memory before, during or after a read of an offer at another agent."""
+        """Confirm the memory for a read of an offer at another agent."""
         check_read_from(self._agent.data, check.nixl_agent)
         lost = self._lost.get(check.memory_id)
         if lost is None:
@@ -216,7 +207,6 @@ class Packing:
     # A slot stays in use until its wipe succeeds, as its next reader would see the bytes. The slots
     # of a restarted data process are wiped again.
     def _start_wipe(self, command: slots.StartWipe) -> None:
-        """Wipe a slot, with retries until that succeeds."""
         device_slots = self._agent.staging.at(command.slots.device)
 
         def end(reply: wire.DataReply) -> None:
@@ -242,7 +232,6 @@ class Packing:
     # checked twice: for the right before, and for validity after.
 
     def _digest(self, asked: Digest, call: Call) -> None:
-        """Reply when the digests are made. Raises `LocalError` and `GeometryError`."""
         engine, tile = self._engine(asked), asked.tile
         memory, group = _holder(engine, asked)
         if num_pieces(tile) > MAX_DIGESTS:
@@ -307,10 +296,7 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
 
 
 def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, GroupSpec]:
-    """Return the memory and the group of a tile. Raises `GeometryError`.
-
-    The copy itself refuses positions that the rank does not hold, before any byte moves.
-    """
+    """Return a tile's memory and group; the copy refuses positions that the rank lacks."""
     tile = asked.tile
     memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
     if memory is None:
@@ -330,7 +316,6 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, 
 
 
 def _gather_of(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
-    """Check a tile; return its source and its bytes. Raises `GeometryError`."""
     memory, group = _holder(engine, pack)
     part = pack.tile.parts[0]
     if part not in group.parts:

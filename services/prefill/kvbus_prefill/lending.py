@@ -1,8 +1,4 @@
-"""Read-only lending of engine memory to decode agents on this machine, over a Unix socket.
-
-Other users are refused. A connection is for one engine: its end notifies the reader that the engine
-is lost, or its key revoked.
-"""
+"""Read-only lending of engine memory to decode agents of this machine and user."""
 
 import os
 import secrets
@@ -36,7 +32,7 @@ log = structlog.get_logger()
 
 MAX_CONNECTIONS = 256
 MAX_PROCESS_CONNECTIONS = 192
-"""Limit for one process, with a connection for each engine that it reads."""
+"""A process has a connection for each engine that it reads."""
 
 
 # A grant ties a connection to the key of the handshake. It is the key, and a hash of it that only
@@ -47,10 +43,7 @@ MAX_PROCESS_CONNECTIONS = 192
 #     revoked                   ├─ hang up
 #     offers     with cells     ├─ without cells, while the engine lives
 class MemoryLender:
-    """Memory socket of a prefill agent.
-
-    ``on_revoked`` is called with an engine whose cells a revoked reader can write to.
-    """
+    """Memory socket; ``on_revoked`` gets engines with cells that a revoked reader can write."""
 
     def __init__(
         self,
@@ -91,7 +84,6 @@ class MemoryLender:
         return len(self._readers)
 
     def socket_for(self, engine: LocalEngine) -> MemorySocket:
-        """Return where the engine's memory is lent, or why it is not."""
         closed, files = self._closed, [passed for *_, passed in _segments(engine)]
         if not closed and None in files:
             closed = "the prefill engine is on a GPU"
@@ -110,13 +102,12 @@ class MemoryLender:
                 connection.hang_up()
 
     def grant_for(self, key: str) -> str:
-        """Return the grant for a key; empty without keys."""
         if self._agent.access.keys is None:
             return ""
         return f"{blake2b(key.encode(), key=self._secret, digest_size=16).hexdigest()} {key}"
 
     def _check_grant(self, grant: str) -> str:
-        """Return the grant's key. Raises `LocalError` (``forbidden``)."""
+        """Return the grant's key."""
         key = grant.partition(" ")[2]
         check_right(grant, self.grant_for(key))
         if not self._may_read(key):
@@ -184,7 +175,6 @@ def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, PassedFile | None
 # A reply may wait for its reader while the engine ends. Then the engine's descriptors are closed,
 # and other files may get their numbers. So each reply opens its own.
 def _opened(openers: Iterable[Callable[[], int]]) -> list[int]:
-    """Return a new descriptor from each. Raises `LocalError` (``busy``) at the limit."""
     fds: list[int] = []
     try:
         for opener in openers:

@@ -1,4 +1,4 @@
-"""Metrics and spans of offers. The spans are derived from the histories of the tables."""
+"""Metrics and spans of offers."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,8 +36,7 @@ READINGS = {
 
 
 class PrefillMetrics:
-    """Metrics without labels for requests, offers or peers, as these are unbounded."""
-
+    # No labels for requests, offers or peers: these are unbounded.
     def __init__(self, agent: AgentMetrics) -> None:
         self.offers = agent.tally("kvbus_offers", "Offers that ended, by outcome.", "outcome")
         self.leases = agent.tally("kvbus_leases", "Leases that ended, by reason.", "reason")
@@ -56,8 +55,6 @@ LEASE = "leased"
 
 
 class OfferHistories(Histories[OfferEntry]):
-    """Histories of offers, with their tiles in ``slots``."""
-
     def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
         super().__init__(offers)
         self._offers, self._tiles = offers, slots.named
@@ -67,7 +64,6 @@ class OfferHistories(Histories[OfferEntry]):
         return [] if offer is None else list(offer.history.lines())
 
     def remembered(self, asked: Trace) -> TraceResult:
-        """Return the requested offers, or tiles of an offer whose engine has its home elsewhere."""
         offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
         if named is not None and named not in offers:
             offers.append(named)
@@ -78,7 +74,6 @@ class OfferHistories(Histories[OfferEntry]):
         return TraceResult(tuple(map(tuple, entries)))
 
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
-        """Return a function that makes the spans of an offer."""
         return partial(_spans, offer, tuple(self._tiles(offer.key)))
 
 

@@ -1,6 +1,6 @@
-"""State machine of a prefill agent's staging slots, and of the tiles that wait for them (pure).
+"""State machine of staging slots, and of the tiles that wait for them (sans-IO).
 
-A ``lease`` is any key: (offer id, epoch) for a local offer, the reader's own key for another.
+A ``lease`` is (offer id, epoch) for a local offer, the reader's own key for another.
 """
 
 from collections import defaultdict
@@ -74,10 +74,7 @@ class SlotDevice(Protocol):
 
 
 class SlotWanted(Value, frozen=True):
-    """Event: a reader requests a tile. ``work`` is opaque here.
-
-    Only ``reader``, the name of the session, can release the slot.
-    """
+    """Event: a reader requests a tile, whose slot only the session ``reader`` can release."""
 
     pack: Pack
     lease: Hashable
@@ -89,7 +86,6 @@ class SlotWanted(Value, frozen=True):
 
     @property
     def turn(self) -> Key:
-        """Key of its turn for a slot, then for a thread."""
         return Key(self.lease, self.pack.priority)
 
 
@@ -112,8 +108,6 @@ class GivenBack(Value, frozen=True):
 
 
 class TileAbandoned(Value, frozen=True):
-    """Event: a reader no longer waits for its tile."""
-
     lease: Hashable
     reply_to: object
 
@@ -140,16 +134,12 @@ Event = (
 
 
 class StartGather(Value, frozen=True):
-    """Command: copy a tile into a slot, then dispatch `GatherEnded`."""
-
     slot_id: int
     slot: int
     asked: SlotWanted
 
 
 class StartWipe(Value, frozen=True):
-    """Command: zero a slot, then dispatch `WipeEnded`."""
-
     slot_id: int
     slot: int
     slots: SlotDevice
@@ -181,7 +171,6 @@ class SlotEntry:
 
     @property
     def due_at(self) -> float | None:
-        """Return the end of its lease; None while only a copy or a wipe is awaited."""
         return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
@@ -222,7 +211,7 @@ def abandon(tile: SlotEntry, event: Event, _: Context) -> Commands:
 
 
 def free(tile: SlotEntry, _event: Event, at: Context) -> Commands:
-    """Free or wipe the slot. Later READs of it are invalid."""
+    """Free or wipe the slot; later READs of it are invalid."""
     if at.limits.wipe and tile.slot is not None:
         tile.state = WIPING
         return [StartWipe(tile.slot_id, tile.slot, tile.asked.slots)]
@@ -282,11 +271,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         self._pools: defaultdict[SlotDevice, FairPool[int]] = defaultdict(self._new_pool)
 
     def _new_pool(self) -> FairPool[int]:
-        """Return the pool of a device.
-
-        A lease has at most half of the slots, so that a hung reader leaves some. The limit is at
-        least 2, since packing pipelines.
-        """
+        """Return the pool of a device; a lease has at most half, but 2 for pipelining."""
         num_slots = self.limits.num_slots
         most = max(2, num_slots // 2)
         return FairPool(num_slots, may_have=lambda held, _free: held < most)

@@ -66,12 +66,7 @@ LEASED = (FetchState.ACQUIRING, FetchState.WAITING, FetchState.READING)
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Limits of the table; durations in seconds.
-
-    ``max_fetches`` includes draining ones. A place is released after ``place_timeout_s``. A read
-    without a lease sends `Acquire` after ``acquire_after_s``. ``commit_grace_s`` extends the
-    deadline of a `Commit`.
-    """
+    """Limits of the table; ``max_fetches`` includes draining ones."""
 
     max_fetches: int = 4096
     num_places: int = 32
@@ -93,16 +88,11 @@ Context = AnyContext[FetchLimits]
 class FetchEntry:
     """One fetch.
 
-    ``deadline`` and ``answer_until`` (with the grace) are absolute times. ``question`` is the
-    request in flight, ``refresh_needed`` whether the offer has changed since. ``repeated`` marks a
-    fetch of an earlier process of this agent, which may have completed it. ``unconfirmed`` follows
-    a `Commit` without a reply, which the next attempt repeats.
-
-    The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``:
-    memory and data processes at other agents. The tokens that count came from ``nixl_agent``, empty
-    if NIXL read none. ``num_ready`` and ``sealed`` come from the last grant, or while
-    ``is_speculative`` from the ticket. ``others_read`` is set while parts of other
-    agents are in flight.
+    A change of the offer since the ``question`` in flight sets ``refresh_needed``. With
+    ``repeated``, an earlier process of this agent may have completed the fetch. With
+    ``unconfirmed``, a `Commit` got no reply, and the next attempt repeats it. ``nixl_agent`` served
+    the tokens that count. While ``is_speculative``, ``num_ready`` and ``sealed`` are from the
+    ticket.
     """
 
     requested: ev.Requested
@@ -205,10 +195,7 @@ class FetchEntry:
         return self.state in UNDER_WAY and not waits and now < self.place_until
 
     def next_chunk(self) -> ev.ReadChunk | None:
-        """Return the next tokens to read, or the state after the seal, or None.
-
-        A chunk ends at a multiple of ``chunk_tokens``.
-        """
+        """Return the next tokens to read, the state after the seal, or None."""
         asked, has_state = self.requested.asked, self.requested.has_state
         wanted, chunk_tokens, start = asked.num_tokens, asked.chunk_tokens, self.read_to
         stop = min(self.num_ready, wanted)
@@ -241,12 +228,7 @@ class FetchEntry:
         self.state, self.entered_at = state, now
 
     def hold(self, sent_at: float, granted: Granted) -> None:
-        """Apply the reply to an `Acquire` or `Renew`; before the seal of its ticket, only the
-        lease.
-
-        Raises `RemoteError` if it takes back an earlier grant or the ticket. Raises `LocalError` if
-        the offer can never have the tokens, `GeometryError` if the block tables have a gap.
-        """
+        """Apply a grant; before the seal of its ticket, only the lease. Raises `KVBusError`."""
         before = self.held
         self.receive(sent_at, granted)
         if before is not None and before.epoch != granted.epoch:
@@ -284,7 +266,6 @@ class FetchEntry:
         self.ask_at = sent_at + granted.lease_s / 3
 
     def drop_attempt(self) -> None:
-        """Clear the attempt's state; unless unconfirmed, also discard speculatively read tokens."""
         self.question, self.held, self.refresh_needed = None, None, False
         self.requested = replace(self.requested, has_route=False, speculative=None)
         if self.unconfirmed:

@@ -1,7 +1,4 @@
-"""Events and commands of the fetch table: values without behaviour.
-
-``fetch_id`` is a `fetch_key`; ``reply_to`` is the handle to reply to a request.
-"""
+"""Events and commands of the fetch table; each ``fetch_id`` is a `fetch_key`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,9 +45,9 @@ from kvbus.table.events import (
 # the seal is refused, and sent again.
 @dataclass(frozen=True, slots=True)
 class SpeculativeRead:
-    """Block tables of an offer, from its ticket, for a read without a lease.
+    """Block tables from a ticket, for a read without a lease.
 
-    With ``acquires`` the `Acquire` is sent beside the read; otherwise only if the read takes long.
+    With ``acquires``, `Acquire` is sent beside the read, not later.
     """
 
     tables: Mapping[str, BlockTable]
@@ -58,13 +55,10 @@ class SpeculativeRead:
 
 
 class Requested(Value, frozen=True):
-    """A request for a fetch, and what the agent knows at its start.
+    """A request for a fetch.
 
-    Until the ``rendezvous`` has a ticket, ``ticket`` has only its fields. ``has_state`` for
-    state of the last token, which is read after the seal. The table only passes on ``resources``.
-    With ``has_route`` no handshake is needed: ``boot``, ``elsewhere`` and ``nixl_agent`` are as in
-    `PeerReady`. Only this fetch can repeat a granted `Commit` with ``commit_token``. ``others``
-    have other ranks of the engine. ``access`` is the credential of a part.
+    Until a ``rendezvous`` has a ticket, ``ticket`` has only its fields. Only this fetch can repeat
+    a granted `Commit` with ``commit_token``. ``access`` is a part's credential.
     """
 
     fetch_id: str
@@ -91,7 +85,6 @@ class Requested(Value, frozen=True):
 
 
 def fetch_key(engine_id: str, name: str) -> str:
-    """Return the key of the fetch that an engine calls ``name``; unique per engine."""
     return blake2b(f"{len(engine_id)} {engine_id} {name}".encode(), digest_size=16).hexdigest()
 
 
@@ -110,10 +103,9 @@ class TurnCame(Value, frozen=True):
 
 
 class Answered(Value, frozen=True):
-    """The result of an `Ask`: the reply (to `AwaitOffer`: the ticket), or an error.
+    """The reply to an `Ask` (to `AwaitOffer`: the ticket), or an error.
 
-    A lease counts from ``sent_at``. A lease of a forgotten fetch is released by ``ticket``.
-    ``jitter``, 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in step.
+    A lease counts from ``sent_at``.
     """
 
     fetch_id: str
@@ -122,7 +114,7 @@ class Answered(Value, frozen=True):
     outcome: Message | Ticket | KVBusError
     ticket: Ticket
     sent_at: float = 0.0
-    jitter: float = 0.0
+    jitter: float = 0.0  # 0 to 1, so that agents do not retry in step
 
     @property
     def error(self) -> KVBusError | None:
@@ -130,7 +122,7 @@ class Answered(Value, frozen=True):
 
 
 class StepFailed(Value, frozen=True):
-    """The attempt has failed: its peer is lost or not found, or lost the memory."""
+    """The attempt has failed: an error of a command, or a lost peer."""
 
     fetch_id: str
     attempt: int
@@ -138,7 +130,7 @@ class StepFailed(Value, frozen=True):
 
 
 class OfferAdvanced(Value, frozen=True):
-    """A hint that the offer has grown or is sealed, or that its lease was revoked."""
+    """A hint: the offer or its lease has changed."""
 
     fetch_id: str
 
@@ -146,8 +138,8 @@ class OfferAdvanced(Value, frozen=True):
 class ReadEnded(Value, frozen=True):
     """Nothing of the chunk is in flight; without ``error`` all bytes have landed.
 
-    With ``elsewhere`` it is about the parts of other agents: a failed part is a `StepFailed`
-    before, or ``error`` if none was requested. ``path`` and ``nixl_agent`` are empty if unused.
+    With ``elsewhere``, the parts of other agents have ended, after a `StepFailed` for each failed
+    part.
     """
 
     fetch_id: str
@@ -159,13 +151,8 @@ class ReadEnded(Value, frozen=True):
 
 
 class CancelRequested(Value, frozen=True):
-    """The engine cancels the fetch; with ``release_offer`` no other reader wants the KV.
-
-    ``reply_to`` is None for a part: its end is the reply.
-    """
-
     fetch_id: str
-    reply_to: object | None
+    reply_to: object | None  # None for a part: its end is the reply
     release_offer: bool = False
 
 
@@ -176,9 +163,10 @@ TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
-class Ask(Value, frozen=True):
-    """Send a request; answered once, by `Answered` or `StepFailed`."""
+# Ask, FindRoute, ReadChunk, AskOthers and EndEarlierParts are answered exactly once.
 
+
+class Ask(Value, frozen=True):
     requested: Requested
     attempt: int
     message: Request[Any]
@@ -186,7 +174,7 @@ class Ask(Value, frozen=True):
 
 
 class NotifyAgent(Value, frozen=True):
-    """Have an agent end a lease or an offer; the reply is ignored, as both expire."""
+    """End a lease or an offer; the reply is ignored, as both expire."""
 
     ticket: Ticket
     message: Release | PeerWithdraw | Decline
@@ -201,20 +189,17 @@ class AcquirePeer(Value, frozen=True):
 
 
 class FindRoute(AcquirePeer, frozen=True):
-    """Acquire the peers and shake hands; answered once, by `PeerReady` or `StepFailed`."""
-
     timeout_s: float
 
 
 class ReadChunk(Value, frozen=True):
-    """Read the tokens [start, stop) from ``tables``; answered once, by `ReadEnded`.
+    """Read the tokens [start, stop).
 
-    The ``last`` one reads the state, and may have no tokens. Without a lease ``epoch`` is 0, and
-    the prefill agent packs nothing.
+    The ``last`` chunk reads the state, and may have no tokens.
     """
 
     requested: Requested
-    epoch: int
+    epoch: int  # 0 without a lease
     token: str
     tables: Mapping[str, BlockTable]
     start: int
@@ -223,23 +208,16 @@ class ReadChunk(Value, frozen=True):
 
 
 class AskOthers(Value, frozen=True):
-    """Request the parts from the other agents of the engine.
-
-    Answered once, by `ReadEnded`, after a `StepFailed` for each failed part.
-    """
-
     requested: Requested
     attempt: int
 
 
 class EndEarlierParts(Value, frozen=True):
-    """End the parts that earlier processes of this agent requested; answered by `ReadEnded`."""
-
     requested: Requested
 
 
 class EndAttempt(Value, frozen=True):
-    """Release what a failed attempt holds; nothing of it is in flight."""
+    """Release the resources of a failed attempt; nothing is in flight."""
 
     requested: Requested
     attempt: int
@@ -247,24 +225,21 @@ class EndAttempt(Value, frozen=True):
 
 
 class StopReads(Value, frozen=True):
-    """Start no further transfer of the chunk and the parts; `ReadEnded` follows."""
+    """Start no further transfer; `ReadEnded` follows."""
 
     fetch_id: str
     resources: Any = None
 
 
 class NotifyEngine(Value, frozen=True):
-    """Notify the engine of tokens in its blocks, not yet valid, or, last, of its freed blocks."""
+    """Notify the engine of landed tokens, not yet valid, or of its freed blocks."""
 
     requested: Requested
     message: Landed | BlocksFreed
 
 
 class ReportFetched(Value, frozen=True):
-    """The report of a fetch that has ended.
-
-    ``undecided`` if a `Commit` got no reply: the offer may be completed.
-    """
+    """Report an ended fetch; if ``undecided``, a `Commit` got no reply."""
 
     requested: Requested
     fetched: Fetched

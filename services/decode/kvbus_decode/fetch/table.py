@@ -1,4 +1,4 @@
-"""The table of all fetches of one decode agent: admission, deadlines and dispatch (sans-IO)."""
+"""Table of all fetches: admission, deadlines and dispatch (sans-IO)."""
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.fair import FairPool
@@ -11,10 +11,7 @@ from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, 
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
-    """All fetches of one agent, by key.
-
-    ``live`` fetches have not ended, or their blocks are not free yet.
-    """
+    """All fetches by key; ``live`` ones have not ended, or still drain."""
 
     transitions = TRANSITIONS
 
@@ -59,7 +56,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return sum(fetch.state is state for fetch in self.live.values())
 
     def num_quarantined_blocks(self) -> int:
-        """Return the number of blocks of ended fetches that a read can still write into."""
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
         return sum(len(table) for f in draining for table in f.requested.asked.tables.values())
 

@@ -1,15 +1,7 @@
 """Transitions of a fetch: the handler of each event in each state.
 
-A late event changes nothing, except that a lease that it brings is released. Handlers return
-commands in order.
-
-Blocks are never freed under a read. The end of a fetch with a chunk in flight is reported
-immediately; its blocks are freed after the read (draining). A chunk covers only tokens that a grant
-or the ticket (`SpeculativeRead`) reported as ready. Only a sealed offer is committed.
-
-A fetch has one request in flight (`ask`). It sends the request again after a change of the offer,
-or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Acquire`
-and `CommitQuery` have a shorter timeout.
+Blocks are never freed under a read. A chunk covers only tokens that a grant or the ticket reported
+as ready. Only a sealed offer is committed. A late event changes nothing, but its lease is released.
 """
 
 import math
@@ -48,10 +40,9 @@ COMPLETED, FAILED, CANCELLED = ENDS
 Commands = list[ev.Command]
 
 REASON_SHARE = 0.9
-"""Share of the remaining time for the handshake: its error says more than a timeout."""
+"""Share of the remaining time for a handshake, whose error says more than a timeout."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
 EARLY = (ErrorCode.BUSY, ErrorCode.OFFER_OPEN)
-"""Refusals of early requests: another reader has the lease, or the offer is open."""
 RETRIED = frozenset(
     {
         ErrorCode.PEER_LOST,
@@ -66,7 +57,6 @@ RETRIED = frozenset(
         ErrorCode.BUSY,
     }
 )
-"""Errors after which another attempt can succeed."""
 PASSING = RETRIED | {ErrorCode.CANCELLED}
 """Errors with which stopped transfers may end."""
 RETRY_S, MAX_RETRY_S = 0.05, 1.0
@@ -76,11 +66,10 @@ READ_HINT = (
     ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
     "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
 )
-"""Requests may use another network, or be smaller than the MTU."""
 
 
 def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
-    """Return the request of the state; its reply covers all hints so far."""
+    """Return the state's request, the only one in flight; its reply covers all hints."""
     if fetch.state is AWAITING:
         name = fetch.requested.ticket.secret  # all that the rendezvous names of the ticket
         message: Request[Any] = AwaitOffer(
@@ -124,7 +113,6 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
 
 
 def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
-    """`Commit` shows the blocks if no lease of this process named them, or if it is repeated."""
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
         "agent_boot": fetch.boot,
@@ -144,10 +132,7 @@ def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
 
 
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """Retry an early request; otherwise fail the attempt.
-
-    Retry immediately after a change of the offer, else after a pause: events can be lost.
-    """
+    """Retry an early request after a change of the offer, or a pause: events can be lost."""
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
     is_leased = fetch.held is not None and not fetch.is_speculative
     if error.code not in EARLY or (fetch.is_undecided and is_leased):
@@ -159,7 +144,6 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
-    """Return the bounded pause before the next request, lengthened by ``event.jitter``."""
     hint = event.error.detail.get("retry_after_s") if event.error is not None else None
     least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
     # The order matters: `max` returns its first argument for a hint of NaN.
@@ -167,7 +151,6 @@ def _pause_s(event: ev.Answered, at: Context) -> float:
 
 
 def on_offer_changed(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
-    """Query the offer, or do so after the reply in flight."""
     if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
         return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
@@ -213,11 +196,7 @@ def resolve(fetch: FetchEntry, at: Context) -> ev.FindRoute:
 
 
 def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
-    """Queue the fetch for a place.
-
-    Read all tokens again if other agents have other memory now: a `Commit` does not cover that. The
-    same holds for tokens of an earlier data process, unless a `Commit` for them got no reply.
-    """
+    """Queue the fetch, and discard tokens that a `Commit` does not cover."""
     is_other = event.elsewhere != fetch.elsewhere
     fetch.boot, fetch.elsewhere, fetch.home_nixl = event.boot, event.elsewhere, event.nixl_agent
     if is_other or (fetch.is_stale and not fetch.unconfirmed):
@@ -227,11 +206,6 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
 
 
 def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
-    """Send `Acquire`, or read the blocks that the ticket names.
-
-    Without ``acquires`` the `Acquire` follows after ``acquire_after_s``, when most reads have
-    ended. A fetch that needs no tokens only sends `Commit`.
-    """
     if fetch.unconfirmed:
         fetch.enter(COMMITTING, at.now)
         return [ask(fetch, at)]
@@ -245,15 +219,11 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     if fetch.chunk is not None and speculative.acquires:
         return [ask(fetch, at), *commands]
     if fetch.chunk is not None:
-        fetch.ask_at = at.now + at.limits.acquire_after_s
+        fetch.ask_at = at.now + at.limits.acquire_after_s  # most reads end before
     return commands
 
 
 def go_on(fetch: FetchEntry, at: Context) -> Commands:
-    """Read the next chunk, send `Commit` after the last one, or wait for more tokens.
-
-    The `Commit` follows the parts of other agents and the reply to an `Acquire`.
-    """
     fetch.chunk = fetch.next_chunk()
     if fetch.chunk is not None:
         fetch.enter(READING, at.now)
@@ -285,7 +255,6 @@ def apply_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 
 
 def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
-    """Continue; notify an engine with ``chunk_tokens`` of tokens in the blocks of all ranks."""
     fetch.land(event)
     if event.error is not None:
         return retry_or_fail(fetch, event.error, at)
@@ -389,7 +358,6 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
 
 
 def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """Start the next attempt after its pause."""
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
     if fetch.ask_at is None or fetch.ask_at > at.now:
@@ -427,7 +395,6 @@ def fail_if_final(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Comma
 def fail(
     fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
 ) -> Commands:
-    """Report the end; blocks under a transfer in flight are freed later (draining)."""
     stage, in_flight, is_stopped = fetch.state, fetch.in_flight, fetch.state is RETRYING
     is_answered = isinstance(error, RequestRefused) and stage is COMMITTING
     undecided = fetch.is_undecided and not is_answered
@@ -450,10 +417,7 @@ def fail_for(
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
-    """Reply to the engine and end the fetch.
-
-    A fetch that has ended still releases its offer, unless its `Commit` has ended the offer.
-    """
+    """Cancel the fetch; one that has ended still releases its offer."""
     commands: Commands = [SendReply(event.reply_to, Empty())] if event.reply_to is not None else []
     if fetch.state in STAGES:
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
@@ -515,7 +479,7 @@ def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
 
 ENDED = (DRAINING, *ENDS)
 ANSWERS = (AwaitOffer, Acquire, Renew, Commit, CommitQuery)
-"""The events of `Answered`, by the class of the request."""
+"""`Answered` events, by the class of the request."""
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
 BEFORE_READS = (AWAITING, RESOLVING, QUEUED, ACQUIRING)

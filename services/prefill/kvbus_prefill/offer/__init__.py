@@ -1,1 +1,1 @@
-"""State machine of offers, their leases, and the names that readers await them by (pure)."""
+"""The state machine of all offers and leases (sans-IO)."""

@@ -1,4 +1,4 @@
-"""State of one offer, its leases, and the readers that wait for it by name."""
+"""State of one offer and its leases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,17 +46,10 @@ class OfferState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OfferLimits:
-    """Bounds of the table; durations in seconds.
+    """Bounds of the table.
 
-    ``max_lease_s`` limits one grant, ``max_hold_s`` all leases and renewals of one reader. A reader
-    that finds another's lease may retry when it ends, or after ``busy_retry_s`` if sooner.
-
-    Readers wait for a name for ``max_wait_s`` at most. If the last engine is lost, they wait for
-    ``engine_grace_s``, as it may reconnect. A reader that found no offer may retry after
-    ``early_retry_s``. ``max_parts`` limits the live and done leases of parts of an offer.
-
-    A republished offer lives for at least ``reader_return_s``, so that its reader can acquire a new
-    lease.
+    Without an engine, readers wait for ``engine_grace_s``. A republished offer lives for at least
+    ``reader_return_s``, so that its reader can acquire a new lease.
     """
 
     max_offers: int = 4096
@@ -71,7 +64,6 @@ class OfferLimits:
     max_names: int = 16_384
     max_parts: int = 1024
     max_denied: int = 1024
-    """Denied tokens of one offer."""
 
 
 Context = AnyContext[OfferLimits]
@@ -81,9 +73,8 @@ Context = AnyContext[OfferLimits]
 class Lease:
     """Right of a reader to read; no renewal moves ``held_until``.
 
-    ``holder`` is the CURVE key of its reader. ``reader_agent`` and ``reader_boot`` may be empty.
-    ``end`` is the code that a late reader gets. ``is_done`` is true after the commit, which may be
-    repeated. A lease that ``is_part`` is for another agent of the reader's engine.
+    A late reader gets the code ``end``. A lease that ``is_part`` is for another agent of the
+    reader's engine.
     """
 
     epoch: int
@@ -99,10 +90,10 @@ class Lease:
     is_done: bool = False
 
     def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Commit]) -> bool:
-        """Return whether the requesting agent is a later process of the lease's reader.
+        """Return whether the request is from a later process of the reader.
 
-        Agent names are not authenticated. But a false name ends only this lease, and its sender
-        has the ticket's secret, with which it could end the offer.
+        Agent names are not authenticated. But the sender of a false name has the ticket's secret,
+        and could end the offer anyway.
         """
         message = event.message
         is_same_agent = bool(self.reader_agent) and self.reader_agent == message.reader_agent
@@ -117,11 +108,9 @@ class Lease:
 class OfferEntry:
     """State of one offer; ``expires_at`` counts only without a live lease.
 
-    An awaited offer has only ``transfer_id`` and ``waiting``: the end of the wait of each call.
-    Readers that request the seal extend ``expires_at``, up to ``hold_ends_at``. ``leases`` are by
-    epoch: live and done ones, and the last ``readers`` others. A reader may have committed the
-    offer until its ``cell`` is closed. ``committed`` are marks of commits without a lease.
-    ``denied`` maps tokens to the only boot id that may commit with them.
+    An awaited offer has only ``transfer_id`` and ``waiting``, the end of each wait. ``leases`` are
+    live and done ones, and the last ``readers`` others. ``denied`` maps tokens to the only boot id
+    that may commit with them.
     """
 
     offer_id: str
@@ -186,10 +175,7 @@ class OfferEntry:
         return bool(self.committed) and commit_mark(self.secret, token) in self.committed
 
     def deny(self, asked: CommitQuery, max_denied: int) -> None:
-        """Deny commits with this token, except from the requesting process.
-
-        Raises `LocalError` (``busy``) when too many tokens are denied.
-        """
+        """Deny commits with this token, except from the requesting process."""
         if len(self.denied) >= max_denied and asked.token not in self.denied:
             message = f"{max_denied} readers of the offer repeat their fetches, which is the limit"
             raise LocalError(message, code=ErrorCode.BUSY)
@@ -209,11 +195,9 @@ class OfferEntry:
         }
 
     def check_right(self, event: ev.Asked[Any]) -> None:
-        """Raise `LocalError` (``forbidden`` or ``offer_unknown``) without the right to a request.
+        """Raise `LocalError` without the right to a request.
 
-        A reader needs the ticket's secret. To renew or release a lease, it needs the lease's token
-        and the key that acquired it. `Pack` needs only the token. An unknown lease passes, and
-        is stale later. An engine needs its own offer.
+        An unknown lease passes, and is stale later.
         """
         match event.message:
             case Acquire(secret=secret) | Commit(secret=secret) | PeerWithdraw(secret=secret):
@@ -226,15 +210,10 @@ class OfferEntry:
                 raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
 
     def check_token(self, epoch: int, token: str) -> None:
-        """Raise `LocalError` (``forbidden``) if ``epoch`` is known with another token."""
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
 
     def check_tile(self, asked: Pack | Digest, *, is_state: bool) -> None:
-        """Raise `LocalError` or `GeometryError` unless the offer has the tile now.
-
-        A state is there once the offer is sealed.
-        """
         group, stop, table = asked.tile.group, asked.tile.stop, asked.table
         if is_state and self.state is OfferState.OPEN:
             raise LocalError(
@@ -258,10 +237,7 @@ class OfferEntry:
             )
 
     def live_lease(self, epoch: int) -> Lease:
-        """Return the live lease of ``epoch``.
-
-        Raises `LocalError` with the end of a recent lease, or ``stale`` for older ones.
-        """
+        """Return a live lease. Raises `LocalError` with the end of a recent one, or ``stale``."""
         lease = self.leases.get(epoch)
         if lease is None or lease.end is not None:
             raise LocalError(
@@ -300,7 +276,7 @@ class OfferEntry:
         return lease
 
     def grant(self, lease: Lease, message: Acquire | Renew, at: Context) -> Granted:
-        """Extend a lease. The reply has the blocks that are new to its reader."""
+        """Extend a lease; the reply has the blocks that are new to its reader."""
         wanted = min(at.now + min(message.lease_s, at.limits.max_lease_s), lease.held_until)
         lease.expires_at = max(lease.expires_at, wanted)
         known_blocks = message.known_blocks if isinstance(message, Renew) else {}
@@ -324,11 +300,10 @@ class OfferEntry:
         return ev.EndLease(self.offer_id, lease.epoch, reason, code)
 
     def release(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
-        """End the live leases, then the offer, so that no reader still has its blocks."""
+        """End the leases, then the offer, so that no reader still has its blocks."""
         return [*self.end(outcome, code), self.report()]
 
     def end(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
-        """End the offer without a report to its engine."""
         revoked: ev.Commands = [
             self.end_lease(lease, "revoked", code) for lease in self.live_leases
         ]

@@ -1,4 +1,4 @@
-"""Events of offers and commands to the agent: values without behaviour."""
+"""Events and commands of the offer table."""
 
 from typing import Any, Generic, TypeVar
 
@@ -22,10 +22,9 @@ M = TypeVar("M", bound=Message)
 
 
 class Asked(Value, Generic[M], frozen=True):
-    """Request about one offer or name.
+    """Request of a local engine (``engine_id``), or of a reader with the CURVE key ``holder``.
 
-    From a local engine, it has an ``engine_id``. From others, ``holder`` is the CURVE key, empty
-    without keys, and ``fresh`` a secret for a new lease or offer.
+    ``fresh`` is a secret for a new lease or offer.
     """
 
     message: M
@@ -38,8 +37,7 @@ class Asked(Value, Generic[M], frozen=True):
 class Opened(Value, frozen=True):
     """Offer of an engine, with checked tables.
 
-    ``ttl_s`` counts while no lease is live. The engine may append ``ticket_blocks`` of its blocks
-    to the ticket.
+    The engine may append ``ticket_blocks`` of its blocks to the ticket.
     """
 
     message: MakeOffer
@@ -58,8 +56,6 @@ class Restored(Value, frozen=True):
 
 
 class CellCommitted(Value, frozen=True):
-    """Commit by the cell, as its reader reports or the table finds."""
-
     offer_id: str
     token: str = ""
 
@@ -82,11 +78,11 @@ class Abandoned(Value, frozen=True):
 
 
 class EngineReady(Value, frozen=True):
-    """An engine of the agent is ready."""
+    """An engine is ready."""
 
 
 class EnginesGone(Value, frozen=True):
-    """No engine of the agent is ready: the last one is lost, or none has come."""
+    """No engine is ready: the last one is lost, or none has come."""
 
 
 Event = (
@@ -107,8 +103,6 @@ Event = (
 
 
 class ReportReleased(Value, frozen=True):
-    """Command: report to the engine and subscribers that the engine owns the blocks again."""
-
     engine_id: str
     released: Released
     num_tokens: int
@@ -116,21 +110,17 @@ class ReportReleased(Value, frozen=True):
 
 
 class Publish(Value, frozen=True):
-    """Command: publish an event to subscribers; ``op`` is its name on the wire."""
-
     op: str
     body: OfferEvent
 
 
 class BeginLease(Value, frozen=True):
-    """Command: drive progress for the reader of a new lease."""
-
     offer_id: str
     epoch: int
 
 
 class EndLease(Value, frozen=True):
-    """Command: end a lease. ``reason`` is ended, expired or revoked; ``code`` is for its reader."""
+    """Command: end a lease; ``code`` is for its reader."""
 
     offer_id: str
     epoch: int

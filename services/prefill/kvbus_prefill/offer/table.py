@@ -1,4 +1,4 @@
-"""Table of a prefill agent's offers: admission, names, and dispatch of events (sans-IO)."""
+"""Table of all offers: admission, names and dispatch (sans-IO)."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from kvbus_prefill.offer.events import Commands
 from kvbus_prefill.offer.transitions import TRANSITIONS, done, draining, ended, given_up
 
 NAMES_KEPT_S = 600.0
-"""Time for which a used name is kept, as an engine may use it late."""
+"""An engine may use a name late."""
 
 
 KEEPING = (MakeOffer, AwaitOffer, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
@@ -44,7 +44,7 @@ class UsedName(NamedTuple):
 
 
 class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
-    """Table of offers by id. Retired ones serve late messages."""
+    """Offers by id; retired ones answer late messages."""
 
     transitions = TRANSITIONS
 
@@ -72,14 +72,10 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     # Queries without side effects.
 
     def check_pack(self, pack: Pack, now: float, *, is_state: bool) -> None:
-        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has the
-        tile.
-
-        A lease is not live after its time, even before `_expire` handles it.
-        """
+        """Raise `KVBusError` unless the lease is live and the offer has the tile."""
         offer = self._known(pack.offer_id)
         offer.check_token(pack.epoch, pack.token)
-        if offer.live_lease(pack.epoch).expires_at <= now:
+        if offer.live_lease(pack.epoch).expires_at <= now:  # `_expire` may be late
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
         offer.check_tile(pack, is_state=is_state)
 
@@ -90,7 +86,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_tile(asked, is_state=is_state)
 
     def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
-        """Return the live offer with this secret. Raises `LocalError`."""
         offer = self._known(offer_id)
         check_right(secret, offer.secret)
         if offer.is_over:
@@ -102,14 +97,10 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer is not None and offer.has_committed(commit.token, holder)
 
     def may_be_published(self, asked: CommitQuery) -> bool:
-        """Return whether the offer is unknown, so that its engine may still republish it."""
+        """Return whether the offer is unknown: its engine may publish it again."""
         return self._committed(asked) is None
 
     def _committed(self, asked: CommitQuery) -> OfferEntry | None:
-        """Return the offer of a query; for a rendezvous, the last one of its name.
-
-        Raises `LocalError` (``forbidden``).
-        """
         if not asked.offer_id:
             named = reversed(self.named(asked.secret))
             return next((one for one in named if one.transfer_id == asked.secret), None)
@@ -144,7 +135,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        """Handle an event. A handler refuses by raising, having changed ``expires_at`` at most."""
         if isinstance(event, ev.Restored):
             return self._restore(event, now)
         if not isinstance(event, ev.Asked | ev.Opened):
@@ -207,7 +197,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return hit
 
     def _admit(self, event: ev.Opened) -> OfferEntry:
-        """Return the entry of a new offer, which readers may await. Raises `LocalError`."""
         ticket, name = event.ticket, event.message.transfer_id or ""
         request = ticket.engine_id, ticket.request_id
         if (known := self.find(ticket.offer_id)) is not None:
@@ -274,7 +263,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     asked               └───────────────────────┴▶ busy: the reader retries
     #     asked                                            └▶ engine_not_ready, if none is ready
     def _within_grace(self, event: ev.Asked[Any], message: AwaitOffer, now: float) -> ev.Asked[Any]:
-        """Bound the wait while no engine is ready. Raises `LocalError` after the grace."""
         until = self._engines_awaited_until
         if until is None:
             return event
@@ -295,7 +283,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def _enter_as(self, offer_id: str, name: str) -> OfferEntry:
-        """Enter a new offer, in place of the awaited entry of its name."""
         offer = self._named.get(name)
         if offer is None or offer.state is not OfferState.AWAITED:
             return self._enter(OfferEntry(offer_id, name))
@@ -313,7 +300,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def _retire(self, offer: OfferEntry) -> None:
-        """Retire an offer. One that was never made is dropped, but a declined name is kept."""
+        """Retire an offer; drop one that was never made, but keep a declined name."""
         name = offer.transfer_id
         self._named.pop(name, None)
         if offer.outcome is None:

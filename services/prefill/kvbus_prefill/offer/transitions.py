@@ -1,7 +1,6 @@
-"""Transitions of offers: handlers, and the table of them by state and event.
+"""Transitions of offers: the handler of each event in each state.
 
-A handler returns the commands in order. It refuses by raising `LocalError`, before it changes more
-than ``expires_at``.
+A handler refuses by raising `LocalError`, before it changes more than ``expires_at``.
 """
 
 from typing import Any
@@ -126,7 +125,6 @@ def made(event: ev.Opened) -> SendReply:
 
 
 def make_again(_offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
-    """Repeat a lost reply. The offer stays as it is."""
     return [made(event)]
 
 
@@ -136,7 +134,7 @@ def report_again(offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
 
 
 def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
-    """Restore an offer that an earlier agent process has completed, to answer repeated requests."""
+    """Restore an offer of an earlier agent process, to answer repeated requests."""
     known = event.ended
     offer.state, offer.engine_id, offer.request_id = RELEASED, event.engine_id, known.request_id
     offer.secret, offer.committed = known.secret, known.commits
@@ -186,41 +184,30 @@ def seal(offer: OfferEntry, event: ev.Asked[SealOffer], at: Context) -> Commands
 
 
 def withdraw(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """Release an aborted request, and revoke its leases, so that their reads fail."""
     return [done(event), *offer.release(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)]
 
 
 def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Commands:
-    """End an offer with its engine or with the agent.
-
-    After the agent's end, the engine keeps the offer and publishes it again.
-    """
+    """End an offer. If the agent ends, its engine keeps the offer and publishes it again."""
     if isinstance(event, EngineLost):
         return offer.release(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
     return offer.end(Outcome.WITHDRAWN, ErrorCode.DRAINING)
 
 
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """End leases that were not renewed, then an offer that was not read in time.
-
-    An offer with at least one commit is completed: its other readers never came.
-    """
     commands: Commands = []
     for lease in offer.live_leases:
         if lease.expires_at <= at.now:
             commands.append(offer.end_lease(lease, "expired", ErrorCode.LEASE_EXPIRED))
     if not offer.live_leases and offer.expires_at <= at.now:
+        # After a commit, the other readers never came.
         outcome = Outcome.COMPLETED if offer.num_done else Outcome.EXPIRED
         commands += offer.release(outcome, ErrorCode.OFFER_EXPIRED)
     return commands
 
 
 def acquire(offer: OfferEntry, event: ev.Asked[Acquire], at: Context) -> Commands:
-    """Grant a lease under a new epoch.
-
-    A reader that acquires again gets no more time than by renewing. The leases of an earlier
-    process of its agent end, as it cannot release them.
-    """
+    """Grant a lease under a new epoch; a repeated request gets no more time than a renewal."""
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
     held_until = min([at.now + at.limits.max_hold_s, *(lease.held_until for lease in own)])
@@ -234,7 +221,6 @@ def acquire(offer: OfferEntry, event: ev.Asked[Acquire], at: Context) -> Command
 
 
 def renew(offer: OfferEntry, event: ev.Asked[Renew], at: Context) -> Commands:
-    """Extend the lease under the same epoch, and send added blocks."""
     lease = offer.live_lease(event.message.epoch)
     return [SendReply(event.reply_to, offer.grant(lease, event.message, at))]
 
@@ -329,7 +315,6 @@ def commit(offer: OfferEntry, event: ev.Asked[Commit], at: Context) -> Commands:
 
 
 def end_committed(offer: OfferEntry, _event: ev.CellCommitted, _: Context) -> Commands:
-    """End an offer that its reader committed by the cell."""
     if offer.cell is not None:
         if not offer.cell.is_closed:
             offer.cell.close()
@@ -338,7 +323,6 @@ def end_committed(offer: OfferEntry, _event: ev.CellCommitted, _: Context) -> Co
 
 
 def _check_read(offer: OfferEntry, message: Commit) -> None:
-    """Raise `LocalError` (``geometry``) unless what a ticket named is the offer's."""
     read = {
         "block table": (message.tables, offer.tables),
         "number of tokens": (message.num_tokens, offer.num_tokens),
@@ -364,11 +348,7 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Commit]) -> LocalError:
 
 
 def refuse_early_commit(offer: OfferEntry, _event: ev.Asked[Commit], at: Context) -> Commands:
-    """Refuse the commit until the seal arrives; the reader retries.
-
-    The engine may be slow, so each commit keeps the offer for `max_lease_s`, and all for
-    `max_hold_s`.
-    """
+    """Refuse the commit; each keeps the offer for ``max_lease_s``, and all for ``max_hold_s``."""
     if offer.hold_ends_at is None:
         offer.hold_ends_at = at.now + at.limits.max_hold_s
     offer.wait_until(min(at.now + at.limits.max_lease_s, offer.hold_ends_at))
@@ -383,7 +363,6 @@ def refuse_sealed(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Comma
 
 
 def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """Raise the end of the lease or of the offer."""
     if isinstance(event.message, Renew | Release):
         offer.live_lease(event.message.epoch)
     raise ended(offer)
