@@ -1,4 +1,4 @@
-"""Code shared by both agents: the process, the local engines, and the staging slots."""
+"""Code shared by both agents."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Access control of an agent: trusted keys, their rights, and connections to other agents."""
+"""Trusted keys and their rights at an agent."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ OnChange = Callable[[frozenset[str]], None]
 
 
 class Access:
-    """The CURVE keys of an agent, and the check of each request; without keys, all is permitted."""
+    """CURVE keys and the check of each request; without keys, all is permitted."""
 
     def __init__(self, keys: KeyPair | None = None, trusted: TrustedKeys | None = None) -> None:
         self.keys, self._trusted = keys, trusted
@@ -53,9 +53,7 @@ class Access:
 
     @classmethod
     def open(cls, config: AgentConfig) -> "Access":
-        """Raise `ConfigError`, also if other machines can reach an agent without keys or
-        ``insecure``.
-        """
+        """Raise `ConfigError`, also if other machines reach an agent without keys."""
         if config.key_file and config.authorized_keys:
             trusted = TrustedKeys(Path(config.authorized_keys))
             with named("authorized_keys"):
@@ -82,7 +80,7 @@ class Access:
         return self.keys.public if self.keys else ""
 
     def start(self, context: BusContext, tasks: TaskGroup, metrics: AgentMetrics) -> None:
-        """Start checking keys; call it before the first socket is bound."""
+        """Call it before the first socket is bound."""
         metrics.add_readings(self._readings, KEYS_READINGS)
         if self.keys is not None:
             tasks.start_soon(ZapHandler(context, partial(self._admit, LimitedLog())).run)
@@ -92,7 +90,7 @@ class Access:
         return SocketOptions(curve=ServerCurve(self.keys, domain) if self.keys else None)
 
     def connected(self, endpoint: str, server_key: str, role: Role) -> SocketOptions:
-        """Raise `RemoteError` (``forbidden``) unless ``server_key`` is trusted with this role."""
+        """Raise `RemoteError` unless ``server_key`` is trusted with this role."""
         if self.keys is None or self._trusted is None:
             return SocketOptions()
         if role not in self._trusted.roles_of(server_key):
@@ -109,17 +107,15 @@ class Access:
         return tuple(sorted(self._trusted.roles_of(key))) if self._trusted else ()
 
     def has_lost(self, role: Role) -> bool:
-        """Return whether our own key is missing this role in the file of trusted keys.
+        """Return whether our own key lacks this role in the file of trusted keys.
 
-        The file may list only our peers. A role counts as lost if our key had it before, or if
-        another key has it.
+        The file may list only our peers: then no key has our role.
         """
         if self._trusted is None or role in self.roles_of(self.server_key):
             return False
         return role in self._our_roles or any(role in one.roles for one in self._trusted)
 
     def gate(self, call: Call) -> None:
-        """Raise `KVBusError` (``forbidden``) unless the caller's key permits this request."""
         if self._trusted is None:
             return
         roles = self._trusted.roles_of(call.session.key)
@@ -194,10 +190,7 @@ def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
 
 
 def load_http_token(config: AgentConfig) -> str:
-    """Return the token that requests at ``http_bind`` need; empty if only this machine reaches it.
-
-    Raises `ConfigError`, also if other machines reach a port without a token or ``insecure``.
-    """
+    """Raise `ConfigError`, also if other machines reach a port without a token or ``insecure``."""
     path, host = config.http_token_file, http_address(config.http_bind or "localhost:0")[0]
     with named("http_token_file"):
         if path:

@@ -1,7 +1,4 @@
-"""The command line of an agent.
-
-It uses argparse, because importing typer takes a fifth of an agent's start time.
-"""
+"""The command line of an agent; argparse, as typer takes a fifth of its start time."""
 
 import ast
 import inspect
@@ -106,7 +103,6 @@ def _complain(error: KVBusError, *, status: int) -> int:
 
 
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
-    """Return a TOML file with each key, its meaning, and its default or its value in ``values``."""
     meanings, lines = meanings_of(kind), list[str]()
     for field in msgspec.structs.fields(kind):
         value = _toml(values.get(field.name, field.default))
@@ -115,7 +111,6 @@ def commented_default(kind: type[AgentConfig], **values: str) -> str:
 
 
 def meanings_of(kind: type[AgentConfig]) -> dict[str, str]:
-    """Return the docstring of each key, without line breaks."""
     found: dict[str, str] = {}
     for base in kind.__mro__[kind.__mro__.index(AgentConfig) :: -1]:  # subclasses last
         (declared,) = ast.parse(inspect.getsource(base)).body

@@ -1,4 +1,4 @@
-"""Configuration of an agent: typed structs of its keys, checks, and addresses."""
+"""Configuration of an agent."""
 
 import os
 import re
@@ -25,17 +25,16 @@ DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
     }
     for role, port in ((AgentRole.PREFILL, 7701), (AgentRole.DECODE, 7711))
 }
-"""Values for keys without a default in a printed configuration, and for the HTTP port."""
+"""For keys without a default in a printed configuration, and for the HTTP port."""
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
 CLOSES_WITHIN_S = 3.0
-"""Longest wait of a stop for the end of posted transfers."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys of both agents; each service adds its own. ``called`` names the agent in messages."""
+    """Keys of both agents; each service adds its own."""
 
     called: ClassVar[str] = "an agent"
 
@@ -134,7 +133,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.runtime_path / "attach.sock"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each key of this kind of agent that contradicts others, with the reason."""
+        """Yield keys that contradict others, with the reason."""
         yield from ()
 
 
@@ -143,17 +142,12 @@ _HOST = re.compile(r"[^\s/:\[\]]*|\[[0-9A-Fa-f:.]+(%[^\s/:\[\]]+)?\]")
 
 
 def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = ()) -> C:
-    """Return the configuration from file, environment and ``settings``; raise `ConfigError` that
-    names key and source.
-    """
+    """Raise `ConfigError` that names key and source."""
     return _converted(kind, gather(kind, path, settings=settings, called=kind.called), path)
 
 
 def load_shared_config(path: Path | None) -> AgentConfig:
-    """Return the keys of all agents, of either role; ignore other keys.
-
-    Raise `ConfigError` that names key and source.
-    """
+    """Read the keys of both agents, and ignore others; raise `ConfigError`."""
     return _converted(AgentConfig, gather(AgentConfig, path, knows_all=False), path)
 
 
@@ -177,10 +171,6 @@ def convert_config(
     source: str,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> C:
-    """Return the typed config of ``fields``; raise `ConfigError` that names key and source.
-
-    The source of a key is its entry in ``origins``, or else ``source``.
-    """
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -195,7 +185,6 @@ def convert_config(
 
 
 def _with_brackets(config: C) -> C:
-    """Put IPv6 addresses into brackets: Kubernetes and others omit them."""
     binds = {key: getattr(config, key) for key in ("peer_bind", "events_bind")}
     for key, address in binds.items():
         host = bind_host(address)
@@ -205,7 +194,6 @@ def _with_brackets(config: C) -> C:
 
 
 def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys with values that their types allow but that are wrong, with the reason."""
     for key in ("peer_bind", "events_bind"):
         address = getattr(config, key)
         host, ports = bind_host(address), address.rpartition(":")[2].split("-")
@@ -254,18 +242,15 @@ def named(key: str) -> Iterator[None]:
 
 
 def _are_ports(ports: Sequence[str]) -> bool:
-    """Return whether these are one port, or the first and the last of a range."""
     if not all(port.isascii() and port.isdigit() and int(port) <= MAX_PORT for port in ports):
         return False  # ZeroMQ would wrap a larger one
     return len(ports) == 1 or (len(ports) == 2 and 0 < int(ports[0]) <= int(ports[1]))
 
 
 def bind_host(address: str) -> str:
-    """Return the host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
 def http_address(bind: str) -> tuple[str, int]:
-    """Return host, without brackets, and port of a checked HOST:PORT."""
     host, _, port = bind.rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,7 +1,7 @@
 """Control of the UCX TCP ports: restrict them to the configured interfaces, and verify it.
 
-UCX over TCP does not check whether an address was registered. A peer that reaches such a port can
-read and write any memory of the data process. By default UCX listens on every interface.
+A peer that reaches such a port can access any memory of the data process, registered or not. By
+default UCX listens on every interface.
 """
 
 import ipaddress
@@ -33,9 +33,9 @@ log = structlog.get_logger()
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
-"""NIXL may take minutes to register memory, but not more."""
+"""NIXL may take minutes to register memory."""
 MAX_OPENS = 3
-"""Data processes that may end while opening NIXL before the start fails."""
+"""Data processes that may end before the start fails."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -44,16 +44,14 @@ class DataPlane:
     interfaces: tuple[str, ...]
     data: DataProcess
     endpoints: tuple[str, ...] = ()
-    """HOST:PORT of each TCP socket of UCX, as of the last `look`."""
+    """As of the last `look`."""
     outside: str = ""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
     _asked_at: float | None = None
 
     async def open(self) -> None:
-        """Wait for a data process, and open NIXL in it; raises `TransferFailed` that names the
-        cause.
-        """
+        """Raise `TransferFailed`."""
         await self.data.until_running()
         if self.data.is_open and self.data.nixl_error is None:
             return
@@ -97,7 +95,7 @@ class DataPlane:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the unanswered request to the data process; 0 if none is pending."""
+        """0 without an unanswered request."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def _try_to_look(self) -> bool:
@@ -111,10 +109,7 @@ class DataPlane:
         return False
 
     async def look(self) -> None:
-        """Refresh `endpoints` and `outside`; waiting callers share one request.
-
-        Raises `TransferFailed` if no data process runs.
-        """
+        """Refresh `endpoints`; waiting callers share one request. Raises `TransferFailed`."""
         asked_at = time.monotonic()
         async with self._turn:
             if self._began_at < asked_at:
@@ -131,10 +126,7 @@ class DataPlane:
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
     async def end_if_exposed(self) -> None:
-        """End this process if UCX listens outside of the interfaces: it must serve no request.
-
-        If the data process ends meanwhile, `look_at_next` checks its successor.
-        """
+        """End this process if UCX listens outside of the interfaces."""
         with suppress(TransferFailed):
             await self.look()
         self._end_if_outside()
@@ -172,18 +164,12 @@ def is_on_loopback(config: AgentConfig) -> bool:
 
 
 def is_one_machine(config: AgentConfig) -> bool:
-    """Return whether all agents that reach this one are on its machine, and can map memory.
-
-    UCX is then opened on first use, which may never happen.
-    """
+    """Return whether all agents that reach this one are on its machine, and can map memory."""
     return config.mapped and is_on_loopback(config)
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
-    """Choose the interfaces for UCX.
-
-    Raises `ConfigError` if other machines reach the agent and none is named.
-    """
+    """Raise `ConfigError` if other machines reach the agent and no interface is named."""
     if config.data_interfaces:
         _require_known(config.data_interfaces, "key 'data_interfaces'")
         return config.data_interfaces
@@ -201,7 +187,6 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
 
 
 def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the interfaces without a link; RDMA devices count as linked."""
     try:
         stats = psutil.net_if_stats()
     except OSError:  # no descriptor is left
@@ -210,7 +195,7 @@ def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
 
 
 def restrict_ucx(interfaces: Iterable[str], ports: str = "") -> None:
-    """Restrict UCX through the environment; call it before the first NIXL agent is created."""
+    """Call it before the first NIXL agent is created."""
     os.environ[UCX_INTERFACES] = ",".join(interfaces)
     if ports:
         os.environ[UCX_PORTS] = ports

@@ -1,7 +1,4 @@
-"""A local engine: its processes, and the ranks with memory on this machine.
-
-The whole engine is lost when any of its processes ends.
-"""
+"""A local engine: it is lost as a whole when any of its processes ends."""
 
 from __future__ import annotations
 
@@ -55,31 +52,25 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
-    """An engine: one control process, and for each rank the process that holds its memory.
-
-    The agent of the control process is the engine's home; ``others`` have the ranks that are
-    elsewhere. Another agent has some ranks and no control process.
-    """
+    """An engine; the agent of its control process is its home, ``others`` have ranks elsewhere."""
 
     spec: EngineSpec
     control: EngineProcess | None = None
     others: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RegisteredRank] = field(default_factory=dict)
     memory_id: str = ""
-    """Changes when a rank registers here, also with the same memory."""
+    """Changes when a rank registers here."""
     instance: str = ""
-    """Names the control session across restarts of this agent; empty before it has registered.
+    """Public name of the control session across restarts of this agent.
 
-    It is public. The boot id of that process is secret, as a credential on the engine socket.
-    """
+    The boot id of that process is secret, as a credential on the engine socket."""
     republishes: bool = False
-    """Whether it is still publishing the offers that it made before this agent restarted."""
     num_missing_ranks: int = field(init=False)
     processes: list[EngineProcess] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
     shares_cells: bool = True
-    """False after a reader that has the page of cells lost its right to it."""
+    """False after a reader lost its right to the page of cells."""
     _accesses: list[str] = field(default_factory=list, repr=False)
     _memories: dict[int, str] = field(default_factory=dict)
 
@@ -92,17 +83,15 @@ class LocalEngine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is its home, and all of its processes here are registered and alive."""
         return self.control is not None and not self.num_missing_ranks and not self.lost
 
     @property
     def ready(self) -> bool:
-        """Whether other agents may use it: whole, and all live offers published."""
         return self.is_whole and not self.republishes
 
     @property
     def memory_name(self) -> str:
-        """Name of the memory of the ranks here; a restart of this agent does not change it."""
+        """A restart of this agent does not change it."""
         names = " ".join(f"{number}={name}" for number, name in sorted(self._memories.items()))
         return blake2b(names.encode(), digest_size=16).hexdigest()
 
@@ -123,12 +112,11 @@ class LocalEngine:
 
     @property
     def cells(self) -> CellsPage | None:
-        """The page of cells, if the process that passed it has all ranks."""
+        """None unless one process has all ranks."""
         pages = (rank.cells for rank in self.ranks.values() if self.shares_cells)
         return next((page for page in pages if page is not None), None)
 
     def check_memory(self) -> None:
-        """Raise `LocalError` (``engine_lost``) if a process has truncated its memory."""
         for process in list(self.processes):
             process.segments.find_cuts()
         if self.lost:
@@ -142,7 +130,7 @@ class LocalEngine:
         )
 
     def num_blocks(self, group: str) -> int:
-        """Return the smallest count of the ranks; `MAX_BLOCK_ID` + 1 if none has the group."""
+        """`MAX_BLOCK_ID` + 1 if no rank has the group."""
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
 
@@ -151,11 +139,6 @@ class LocalEngine:
             self.control.notify(notice)
 
     def take_control(self, process: EngineProcess, wanted: Register) -> None:
-        """Make this agent the engine's home.
-
-        Raises `GeometryError` unless the others have each rank once, and leave at least one for
-        this agent.
-        """
         self._check_others(wanted.others)
         self._check_whole()
         self.control, self.others = process, wanted.others
@@ -165,11 +148,6 @@ class LocalEngine:
         self._accesses.append(new_secret())
 
     def add_rank(self, memory: RegisteredRank, access: str | None, name: str) -> None:
-        """Add a registered rank; ``access`` is a secret for requests, ``name`` that of its memory.
-
-        Raises `GeometryError` for a rank that is elsewhere, or if the last rank leaves KV
-        uncovered.
-        """
         number = memory.rank.rank
         for other in self.others:
             if number in other.ranks:

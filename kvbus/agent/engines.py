@@ -1,4 +1,4 @@
-"""The local engines of an agent: admission, registration, and the release of their memory."""
+"""The local engines of an agent."""
 
 from __future__ import annotations
 
@@ -41,24 +41,18 @@ MAX_ENDED_NAMES = 4096
 
 
 class EngineUser(Protocol):
-    """User of the engines' memory."""
-
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """Handle that all of the engine has registered."""
+        """All of it has registered."""
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """Handle that a process of the engine has ended."""
+        """A process of it has ended."""
 
     async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when no transfer can touch the memory of a lost engine any longer."""
+        """Return when no transfer can touch the memory of a lost engine."""
 
 
 class EngineDirectory:
-    """All local engines, with the handlers of attach messages and of registration requests.
-
-    ``server`` has the sessions of their processes. ``users`` are notified of each engine. While the
-    agent ``is_young``, engines of its previous process may still register again.
-    """
+    """While the agent ``is_young``, engines of its previous process may still register again."""
 
     def __init__(
         self,
@@ -147,10 +141,9 @@ class EngineDirectory:
             process.segments.find_cuts()
 
     def admit(self, call: Call) -> None:
-        """Refuse all but status requests of a process that has not said hello on the attach socket.
+        """Refuse a process that has not said hello on the attach socket, except status requests.
 
-        The first session with a boot id belongs to the process: no other process knows the id by
-        then.
+        The first session with a boot id is the process's: no other process knows the id by then.
         """
         if call.op != Status.op:
             process = self.process_of(call)
@@ -183,7 +176,6 @@ class EngineDirectory:
         return engine
 
     def part(self, engine_id: str, ranks: Iterable[int], *, access: str | None) -> LocalEngine:
-        """Return the engine if its ``ranks`` are here; its home may be elsewhere."""
         engine = self._known(engine_id)
         engine.check_access(access)
         if not set(ranks) <= engine.ranks.keys():
@@ -191,7 +183,6 @@ class EngineDirectory:
         return engine
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
-        """Return a ready engine, or raise `LocalError`."""
         engine = self.engines.get(engine_id)
         is_other = engine is not None and engine.instance not in ("", instance)
         if instance is not None and (is_other or instance in self._ended):
@@ -206,7 +197,6 @@ class EngineDirectory:
         return engine
 
     def awaits_offers_of(self, engine_id: str) -> bool:
-        """Return whether an engine, any if the id is empty, may still republish offers."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             return not engine.ready
@@ -214,9 +204,6 @@ class EngineDirectory:
         return is_any or self._is_young()
 
     def check_published(self, engine_id: str, instance: str) -> None:
-        """Raise `LocalError` if the engine has ended, or is here and has not republished its
-        offers.
-        """
         try:
             self.engine(engine_id, instance=instance)
         except LocalError as error:
@@ -340,7 +327,6 @@ class EngineDirectory:
         self._publisher.publish(event, EngineEvent(name, instance))
 
     def check_memory(self) -> None:
-        """Lose engines with memory that a restarted data process cannot map."""
         for process in self._by_boot.values():
             end = partial(self._see_unmapped, process)
             self._tasks.start_soon(guarded, process.segments.check, end)
@@ -353,7 +339,6 @@ class EngineDirectory:
             process.connection.hang_up()
 
     def on_cut(self, cut: Cut) -> bool:
-        """Return whether an engine here owns the truncated segment."""
         for process in self._by_boot.values():
             if process.segments.has(cut.memory):
                 self._see_cut(process.connection, cut.segment_id)
@@ -389,7 +374,7 @@ class EngineDirectory:
         self._tasks.start_soon(self._give_back, engine)
 
     async def _give_back(self, engine: LocalEngine) -> None:
-        """Release the bytes of a lost engine, then hang up, and release the addresses last."""
+        """Release the bytes of a lost engine, then hang up; release the addresses last."""
         for process in list(engine.processes):
             await self._discard(process)
             process.connection.hang_up()  # tells its processes that the bytes are released
@@ -403,7 +388,7 @@ class EngineDirectory:
 
 
 class Reception:
-    """Attach handlers of an agent that may still be starting: an early message waits."""
+    """Attach handlers that delay early messages until the agent has started."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,11 +1,8 @@
-"""The HTTP port of an agent: its page, probes, metrics, and status.
+"""The HTTP port of an agent.
 
-The server has its own threads, so that it answers while the event loop hangs. A connection carries
-one request; one above the limit closes the oldest.
-
-Without a token, only this machine may send requests, and the Host header must be a loopback
-address. Otherwise a foreign page could make the local browser send requests under its own name (DNS
-rebinding).
+Its own threads answer while the event loop hangs. A connection carries one request; one above the
+limit closes the oldest. Without a token, the Host header must be a loopback address, against DNS
+rebinding.
 """
 
 import asyncio
@@ -80,10 +77,7 @@ def _verdict(problems: list[str]) -> Page:
 
 
 def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
-    """Block until ``function`` has run in the loop, and return its result or raise its error.
-
-    Raises `LocalError` (``timeout``) if the loop does not run it in time.
-    """
+    """Run ``function`` in the loop; raise `LocalError` (``timeout``) if the loop hangs."""
 
     answer: Future[T] = Future()
 
@@ -106,8 +100,6 @@ def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
 
 
 class AgentPages:
-    """Pages of an agent; ``loop`` owns its status and its metrics."""
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -155,7 +147,7 @@ class AgentPages:
             raise LocalError(f"{path}: {reason_of(error)}", code=ErrorCode.INVALID) from error
 
     def _healthz(self) -> Page:
-        """Report whether the event loop answers: only a restart repairs a hung loop."""
+        """Fail if the event loop hangs, as only a restart repairs that."""
         try:
             ask_loop(self._loop, lambda: None)
         except KVBusError as error:
@@ -173,7 +165,6 @@ class HttpServer(ThreadingTCPServer):
     request_queue_size = 2 * MAX_CONNECTIONS
 
     def __init__(self, bind: str, pages: AgentPages, token: str) -> None:
-        """Raise `ConfigError` if the address cannot be bound."""
         self.pages, self.token = pages, token
         self.is_local = is_loopback(http_address(bind)[0])
         self._lock, self._open = threading.Lock(), dict[Any, None]()
@@ -212,8 +203,7 @@ class _Request(BaseHTTPRequestHandler):
     def handle(self) -> None:
         """Read the head, keep at most `MAX_HEAD_BYTES`, then answer.
 
-        It reads up to four times as much: closing a connection with unread bytes resets it, and the
-        client loses the response.
+        It reads up to four times as much: closing with unread bytes would reset the connection.
         """
         head, more, until = b"", b" ", time.monotonic() + WHOLE_WITHIN_S
         while b"\r\n\r\n" not in head and len(head) <= 4 * MAX_HEAD_BYTES and more:
@@ -250,10 +240,9 @@ class _Request(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing: probes come every second."""
+        """Probes come every second."""
 
     def _refusal(self) -> Page | None:
-        """Refuse a wrong token; without a token, refuse a Host that is not loopback."""
         token = self.server.token
         if token and not hmac.compare_digest(self._shown_token().encode(), token.encode()):
             return _text(

@@ -1,4 +1,4 @@
-"""The protocol version of an agent, and the machine that it runs on."""
+"""The version of an agent, and its machine."""
 
 import os
 from functools import cache
@@ -31,7 +31,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # id.
 @cache
 def machine_id() -> str:
-    """Return the kernel's boot id; empty if it is not readable."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -39,7 +38,7 @@ def machine_id() -> str:
 
 
 def mount_namespace() -> str:
-    """Return the kernel's name of this namespace; paths are valid only inside it."""
+    """Paths are valid only inside it."""
     return _namespace("mnt")
 
 

@@ -1,8 +1,4 @@
-"""The event loop of an agent, its threads, and tasks of requests that fail alone.
-
-A callback inherits the context of its scheduler. A thread has an empty one: if sniffio is
-installed, anyio cannot find its event loop there, and starts no tasks.
-"""
+"""The event loop of an agent, and its threads and tasks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -38,12 +34,12 @@ class AgentLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """Schedule a callback, by default in the agent's context."""
+        """Use the agent's context: in a thread's empty one, sniffio finds no event loop."""
         return super().call_soon_threadsafe(callback, *args, context=context or self._home)
 
 
 async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:
-    """Return the result of ``function`` in a thread; a cancelled caller waits for its end."""
+    """Run ``function`` in a thread; a cancelled caller waits for its end."""
     await checkpoint_if_cancelled()
     call = partial(copy_context().run, function, *args)
     called = asyncio.get_running_loop().run_in_executor(None, call)
@@ -60,7 +56,6 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def guarded(
     step: Callable[[], Awaitable[None]], on_failure: Callable[[KVBusError], None]
 ) -> None:
-    """Await ``step``, and pass the error that ends it to ``on_failure``."""
     try:
         await step()
     except Exception as error:  # a failed task would end the whole agent
@@ -68,7 +63,7 @@ async def guarded(
 
 
 def failure(error: Exception) -> KVBusError:
-    """Return a `KVBusError`; an error of another type is logged as a defect."""
+    """Log an error of another type as a defect."""
     if isinstance(error, KVBusError):
         return error
     log.error("step.failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Observability of an agent: log lines, metrics, and refused requests."""
+"""Log lines and metrics of an agent."""
 
 import asyncio
 import atexit
@@ -33,10 +33,8 @@ from kvbus.text import printable, printable_values
 def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callable[[], None]:
     """Configure structlog for the whole process; every line carries ``context``.
 
-    ``style`` is ``console``, ``json``, or ``auto``: console on a terminal, JSON otherwise. A thread
-    writes all lines to stderr, and also everything that is written to `sys.stderr`. Call the
-    returned function before `os._exit`: it waits until the lines are written, for at most
-    `FLUSHES_WITHIN_S`.
+    A thread writes the lines. Before `os._exit`, call the returned function: it waits for them up
+    to `FLUSHES_WITHIN_S`.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
     writer = LineWriter(sys.stderr.fileno())
@@ -57,10 +55,7 @@ def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callab
 
 
 class _Common:
-    """A structlog processor that adds the process context, the level, and the UTC time.
-
-    Context variables would miss other threads, and structlog's own stamper takes ten times as long.
-    """
+    """Context variables would miss other threads; structlog's stamper takes ten times as long."""
 
     def __init__(self, context: Mapping[str, str]) -> None:
         self._context = context
@@ -140,7 +135,6 @@ class LineWriter:
     error = exception = warning
 
     def critical(self, line: str) -> None:
-        """Write a line, and wait for it: the process may end next."""
         self.info(line)
         self.flush()
 
@@ -181,8 +175,6 @@ class LineWriter:
 
 
 class _Stderr(io.TextIOBase):
-    """The `sys.stderr` of an agent: output of libraries becomes log lines."""
-
     def __init__(self, writer: LineWriter) -> None:
         self._writer, self._begun = writer, ""
 
@@ -194,7 +186,7 @@ class _Stderr(io.TextIOBase):
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:
-    """Render one line of JSON; msgspec takes a tenth of the time of the standard json."""
+    """msgspec takes a tenth of the time of the standard json."""
     try:
         return printable(msgspec.json.encode(event, enc_hook=repr).decode())
     except UnicodeEncodeError:  # a lone surrogate, as a file name may contain
@@ -213,8 +205,6 @@ LARGEST_LAG = "event_loop_largest_lag_seconds"
 
 
 class _Readings(Collector):
-    """Gauges, computed at each scrape."""
-
     def __init__(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         self._read = read
         self._meanings = meanings
@@ -242,8 +232,6 @@ class Tally(Collector):
 
 
 class Times(Collector):
-    """A histogram of seconds for each label value in ``of``."""
-
     def __init__(
         self, name: str, meaning: str, label: str, of: Iterable[str], buckets_s: Sequence[float]
     ) -> None:
@@ -303,7 +291,7 @@ class AgentMetrics:
         return made
 
     async def watch_loop_lag(self) -> None:
-        """Measure the event-loop lag until cancelled; costs about 0.1 % of a core."""
+        """Costs about 0.1 % of a core."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
@@ -321,10 +309,7 @@ WINDOW_S, MAX_LINES = 1.0, 20
 
 
 class LimitedLog:
-    """A log of at most `MAX_LINES` per second that reports how many it dropped; unlimited at debug.
-
-    Create and use it in a running event loop.
-    """
+    """Up to `MAX_LINES` per second, and how many it dropped; unlimited at debug."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -348,9 +333,7 @@ _MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.PROMPT_MISMATCH, ErrorCode.INVALID)
 
 
 class Refusals:
-    """The refusals of one socket, each with its own line limit, so that strangers cannot use up
-    all.
-    """
+    """The refusals of one socket, each with its own line limit."""
 
     def __init__(self, metrics: AgentMetrics) -> None:
         self._metrics, self._lines = metrics, LimitedLog()

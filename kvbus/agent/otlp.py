@@ -1,8 +1,4 @@
-"""An exporter of spans that uses OpenTelemetry's SDK; imported only if a collector is configured.
-
-The SDK's batch processor provides queue, thread and retries. A queue item is one offer or fetch;
-the thread makes its spans, to keep that work off the event loop.
-"""
+"""An exporter of spans by OpenTelemetry's SDK, whose thread makes them, off the event loop."""
 
 import logging
 import os
@@ -28,14 +24,10 @@ log = structlog.get_logger()
 ENDS_WITHIN_S = 2.0
 HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\t\x20-\x7e\xa0-\xff]*")
-"""A valid HTTP header in the SDK's notation: KEY=VALUE, with percent escapes in the value."""
 
 
 class SpanSender(OTLPSpanExporter):
-    """An exporter to the collector at ``endpoint``.
-
-    Raises `ConfigError` for invalid headers in the environment, without their values.
-    """
+    """Raises `ConfigError` for invalid headers in the environment, without their values."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
         logger = logging.getLogger("opentelemetry")
@@ -47,7 +39,7 @@ class SpanSender(OTLPSpanExporter):
     def put(self, make_spans: Callable[[], Sequence[Span]], name: str, *traceparents: str) -> None:
         """Queue an ended offer or fetch, if the first valid trace parent is sampled.
 
-        Without one, both agents derive the trace id from ``name``: the offer's id, or the fetch's.
+        Without one, both agents derive the trace id from ``name``.
         """
         is_id = re.fullmatch("[0-9a-f]{32}", name)
         own = TraceParent(name if is_id else uuid.uuid5(uuid.NAMESPACE_OID, name).hex, "0", True)
@@ -63,7 +55,7 @@ class SpanSender(OTLPSpanExporter):
         return super().export([span for one in ended for span in one.spans()])
 
     async def run(self) -> None:
-        """Run until cancelled, then send the queue within `ENDS_WITHIN_S`."""
+        """When cancelled, send the queue within `ENDS_WITHIN_S`."""
         try:
             await anyio.sleep_forever()
         finally:
@@ -113,7 +105,7 @@ def _check_headers() -> None:
 
 
 class _LogHandler(logging.Handler):
-    """A handler that copies SDK lines to the agent's log, without values of invalid headers."""
+    """Copies SDK lines to the agent's log, without values of invalid headers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         is_secret = record.name == "opentelemetry.util.re"

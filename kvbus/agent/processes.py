@@ -1,4 +1,4 @@
-"""Resources, restarts and failures of the two processes of an agent."""
+"""Resources, restarts and failures of an agent's processes."""
 
 import math
 import os
@@ -25,7 +25,7 @@ NOT_READ = ProcessStatus("")
 
 
 class ProcessReport:
-    """A report that is refreshed at most once per `READ_S`: unauthorized callers may request it."""
+    """Refreshed at most once per `READ_S`, as unauthorized callers may request it."""
 
     def __init__(self, data: DataProcess) -> None:
         self._data = data
@@ -36,7 +36,6 @@ class ProcessReport:
         self._ended_at = time.time()
 
     def processes(self) -> tuple[ProcessStatus, ProcessStatus]:
-        """Return the control process and the data process; ``pid`` is 0 if it is not running."""
         now_s, status = time.monotonic(), self._data.status()
         if status.pid != self._read[1].pid or now_s >= self._read_at + READ_S:
             self._read_at = now_s

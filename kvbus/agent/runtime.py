@@ -1,4 +1,4 @@
-"""An agent process: creates its parts, wires them, and runs from start to end."""
+"""An agent process, from start to end."""
 
 import asyncio
 import resource
@@ -60,7 +60,6 @@ ServiceFactory = Callable[[Agent], Service]
 Signals = AsyncIterator[signal.Signals]
 
 MOST_FILES = 1 << 16
-"""Limit of open files that an agent sets; each segment of an engine needs one."""
 MAX_ENGINE_PROCESSES = 64
 BUS_READINGS = {
     "malformed_messages": "Frames that were no message, on any socket.",
@@ -76,7 +75,7 @@ DATA_READINGS = {**PROCESS_READINGS, "registered_bytes": "Memory registered with
 async def run_agent(
     role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
 ) -> None:
-    """Run an agent until SIGTERM or SIGINT; raises `KVBusError` if it cannot start."""
+    """Raise `KVBusError` if it cannot start."""
     lifeline = Lifeline()  # must be first, see Lifeline
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
@@ -135,8 +134,6 @@ def _log_request_failure(error: Exception, call: Call) -> None:
 
 
 class Sockets(NamedTuple):
-    """The bound sockets of an agent."""
-
     engines: RequestServer
     peers: RequestServer
     publisher: EventPublisher
@@ -174,8 +171,6 @@ class Sockets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """An agent that has started."""
-
     config: AgentConfig
     agent: Agent
     sockets: Sockets
@@ -273,10 +268,7 @@ class Runtime:
         )
 
     async def end(self, signals: Signals) -> None:
-        """Wait for a signal, drain for at most ``drain_timeout_s``, and stop the remaining work.
-
-        A second signal ends the drain early.
-        """
+        """Wait for a signal, and drain for ``drain_timeout_s`` or until a second signal."""
         received, timeout_s = await anext(signals), self.config.drain_timeout_s
         log.info("agent.draining", signal=received.name, timeout_s=timeout_s)
         self.report.is_draining = True
@@ -415,7 +407,7 @@ def _identity(role: AgentRole, config: AgentConfig, sockets: Sockets, server_key
 
 
 def _start_sender(config: AgentConfig, identity: Welcome, tasks: TaskGroup) -> "SpanSender | None":
-    """Return None without a collector; raise `ConfigError` without kvbus[otel]."""
+    """Raise `ConfigError` without kvbus[otel]."""
     if not config.otlp_endpoint:
         return None
     try:

@@ -1,6 +1,6 @@
-"""The memory of a local engine in its agent: descriptors here, mappings in the data process.
+"""The memory of a local engine: descriptors here, mappings in the data process.
 
-The bytes of a dead engine are freed immediately; its addresses stay while transfers use them.
+A dead engine's bytes are freed immediately; its addresses stay while transfers use them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,6 @@ Passed = PassedFile | PassCuda
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RegisteredRank:
-    """One rank: its spec, and its segments, which the data process maps.
-
-    All of its memory is on ``device``. ``direct`` means that NIXL reads and writes its blocks;
-    otherwise its KV passes through staging slots.
-    """
-
     engine: EngineSpec
     rank: RankSpec
     number: int
@@ -61,13 +55,13 @@ class RegisteredRank:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Addresses of the segments in the running data process; empty unless ``direct``."""
+        """In the running data process; empty unless ``direct``."""
         added = self.defined.result
         return added.addresses if self.direct and isinstance(added, wire.MemoryAdded) else {}
 
     @property
     def mapped_addresses(self) -> dict[str, int]:
-        """Addresses of the segments in this process, which maps them now; empty on a GPU."""
+        """In this process; empty on a GPU."""
         return self.segments.map_here(segment.segment_id for segment in self.rank.segments)
 
     def mapped(self) -> PlacedRank:
@@ -77,8 +71,7 @@ class RegisteredRank:
 class Segments:
     """The segments that one engine process has passed.
 
-    ``direct`` is False if one of them stays unregistered; then none is registered with NIXL.
-    ``on_cut`` runs in the event loop with the id of a truncated segment.
+    If one is not ``direct``, none is registered with NIXL. ``on_cut`` runs in the event loop.
     """
 
     def __init__(
@@ -100,11 +93,7 @@ class Segments:
         self._is_discarded = False
 
     async def take(self, segment: PassSegment, fds: list[int]) -> SegmentPassed:
-        """Check the one descriptor in ``fds``, in a thread: reserving its pages can take long.
-
-        Raises `ProtocolError`, `SegmentError`, `LocalError`, and `ConfigError` for unregistered
-        memory without slots.
-        """
+        """Check the descriptor, in a thread: reserving its pages can take long."""
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
         if segment.cells and segment.size_bytes != CELLS_BYTES:
@@ -130,10 +119,7 @@ class Segments:
         return SegmentPassed(sealed=passed.sealed)
 
     async def take_cuda(self, segment: PassCuda) -> Empty:
-        """Keep GPU memory for `register`, and create slots on that GPU.
-
-        Raises `SegmentError`, `LocalError`, and `ConfigError` without slots.
-        """
+        """Create the slots of that GPU."""
         self._check_new(segment.segment_id, segment.device)
         await self._staging.make(segment.device)
         self._check_new(segment.segment_id, segment.device)  # another may have come meanwhile
@@ -142,10 +128,6 @@ class Segments:
         return Empty()
 
     async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
-        """Map every segment of ``rank`` in the data process, and register it with NIXL.
-
-        Raises `LocalError` for a segment that was not passed, and any refusal of the data process.
-        """
         if self._is_discarded:
             raise _ended()
         self._check_passed(rank)
@@ -193,10 +175,7 @@ class Segments:
                 return
 
     def map_here(self, names: Iterable[str]) -> dict[str, int]:
-        """Map host segments in this process, and return their addresses.
-
-        The map is empty for GPU memory, or if the kernel refuses a mapping.
-        """
+        """Empty for GPU memory, or if the kernel refuses a mapping."""
         found: dict[str, int] = {}
         for name in names:
             passed = self.passed[name]
@@ -224,9 +203,9 @@ class Segments:
     # `take` checks again after it has waited. `register` waits in `define`, which fails once the
     # memory is discarded.
     async def discard(self) -> None:
-        """Release the bytes in the data process and here; the addresses stay, and read as zeros.
+        """Release the bytes in both processes; the addresses stay, and read as zeros.
 
-        Releases all that it can, then raises the first `KVBusError`.
+        Raises the first `KVBusError` at the end.
         """
         if self._is_discarded:
             return
@@ -249,7 +228,7 @@ class Segments:
             raise failures[0]
 
     def remove(self, memory: RegisteredRank | None = None) -> None:
-        """Release the addresses, by default of all, after the last job that uses them."""
+        """Release the addresses, after the last job that uses them."""
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)
 

@@ -1,4 +1,4 @@
-"""The interface between the shared runtime (`Agent`) and a service (`Service`)."""
+"""The interface of the shared runtime and a service."""
 
 import asyncio
 from dataclasses import dataclass
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """The parts of an agent that its service may use; ``folder`` is for its sockets."""
-
     context: BusContext
     loop: asyncio.AbstractEventLoop
     tasks: TaskGroup
@@ -51,11 +49,7 @@ class Agent:
 
 
 class Service(EngineUser):
-    """The role-specific part of an agent: offers and leases, or fetches and peers.
-
-    Its handoffs are the entries of ``table``; ``driver`` feeds events to it. A handler refuses a
-    request by raising a `KVBusError`.
-    """
+    """The role-specific part of an agent; handlers refuse a request by raising a `KVBusError`."""
 
     def __init__(
         self,
@@ -68,11 +62,10 @@ class Service(EngineUser):
         self.histories = histories
 
     async def start(self) -> None:
-        """Open resources; awaited before any request arrives."""
+        """Awaited before any request arrives."""
         raise NotImplementedError
 
     def engine_handlers(self) -> Handlers:
-        """Return handlers, except those for registration."""
         raise NotImplementedError
 
     def peer_handlers(self) -> Handlers:
@@ -82,7 +75,7 @@ class Service(EngineUser):
         self._driver.dispatch(DrainStarted())
 
     async def drained(self) -> None:
-        """Return when no work is live; call it after `start_draining`."""
+        """Return when no work is live."""
         await until(lambda: not self._live)
 
     def stop(self) -> None:
@@ -95,16 +88,15 @@ class Service(EngineUser):
         raise NotImplementedError
 
     def on_cut(self, cut: Cut) -> None:
-        """Handle the truncation of another agent's memory that the data process has mapped."""
+        """Handle the truncation of another agent's mapped memory."""
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
-        """Return seconds of silence, by endpoint and CURVE key of the agent."""
+        """Return seconds of silence, by endpoint and CURVE key."""
         return {}
 
     def view(self, endpoint: str) -> PeerView:
-        """Return the view of another agent, without its identity."""
+        """Leaves out the identity of the other agent."""
         return PeerView()
 
     def cost(self, asked: Cost) -> Predicted:
-        """Predict the cost of a fetch now; raises `LocalError`."""
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)

@@ -1,7 +1,4 @@
-"""The staging slots of an agent, on each device with KV memory.
-
-The data process holds them, registered with NIXL. The service assigns them.
-"""
+"""The staging slots of an agent; the data process holds them, the service assigns them."""
 
 from __future__ import annotations
 
@@ -55,10 +52,9 @@ class DeviceSlots:
 
 
 class StagingDevices:
-    """The slots of an agent by device: the host's exist after `open`, a GPU's after its first use.
+    """The host's slots exist after `open`, a GPU's after its first use.
 
-    ``num_slots`` and ``slot_bytes`` are the same for all, and 0 if packing is turned off. With
-    ``only``, NIXL registers only slots, never the engines' own memory.
+    With ``only``, NIXL registers only slots, never the engines' own memory.
     """
 
     def __init__(
@@ -122,7 +118,7 @@ class StagingDevices:
                 self._data.kill(f"no staging slots for {slots.device}: {error.message}")
 
     async def make(self, device: str) -> None:
-        """Create the slots of a device on the first call. Raises `SegmentError`, `ConfigError`."""
+        """Raise `SegmentError`, `ConfigError`."""
         self.check_packs()
         async with self._lock:
             if device in self._slots:

@@ -17,7 +17,6 @@ from kvbus.errors import ConfigError, field_and_reason
 from kvbus.variables import PREFIX, Variable
 
 LIKE = 0.8
-"""Minimum similarity, 0 to 1, of a suggested key."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,7 @@ def gather(
     knows_all: bool = True,
     called: str = "an agent",
 ) -> RawConfig:
-    """Return the configured keys of ``kind``, named ``called`` in errors; a later source wins.
-
-    If ``knows_all`` is false, unknown keys are ignored. Raises `ConfigError` that names key and
-    source.
-    """
+    """Return the configured keys of ``kind``; raise `ConfigError` that names key and source."""
     kinds, given = kinds_of(kind), RawConfig()
     for key, value in _of_file(path):
         if key in kinds:
@@ -109,7 +104,6 @@ def _no_such_key(
 
 
 def _words_of(hint: Any) -> str:
-    """Return the description of a pattern: ``extra["words"]`` of its `Meta`."""
     inner = get_args(hint)
     own = (one.extra["words"] for one in inner if isinstance(one, msgspec.Meta) and one.extra)
     return next(own, "") or next(filter(None, map(_words_of, inner)), "")

@@ -1,9 +1,7 @@
 """Spans of an entry, made from its history: one span for each stay in a state (pure).
 
-    steps   t0 queued   t1 acquiring   t2 reading   t3 reading, a new chunk   t4 completed
-    spans      ├ queued ┤├ acquiring ──┤├ reading ──┤├ reading ────────────────┤
-
-A history keeps only the last steps.
+steps   t0 queued   t1 acquiring   t2 reading   t3 reading, a new chunk   t4 completed
+spans      ├ queued ┤├ acquiring ──┤├ reading ──┤├ reading ────────────────┤
 """
 
 from collections import deque
@@ -17,9 +15,9 @@ from kvbus.table.table import History, Table
 
 FORGOTTEN = "forgotten"
 PENDING, MAX_PENDING_S = "pending", 86_400.0
-"""Span in the engine before its request, and its longest plausible duration."""
+"""In the engine before its request, and its longest plausible duration."""
 ASKED, MAX_ASKED_S = "asked", 3600.0
-"""Span between an engine's request and its arrival, and its longest plausible duration."""
+"""Between an engine's request and its arrival, likewise."""
 
 
 N = TypeVar("N")
@@ -36,24 +34,20 @@ class Histories(Generic[N]):
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:
-        """Return a maker of spans that needs no table.
-
-        Any thread may call it once the entry is over.
-        """
+        """Any thread may call the result, once the entry is over."""
         raise NotImplementedError
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """Return makers for any thread, live entries first."""
         newest = [(one, self.later(one)) for one in self._newest(number)]
         return [later if one.is_over else partial(list, later()) for one, later in newest]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rules that turn the history of a table into spans.
+    """Rules that turn a history into spans.
 
     States in ``ends`` make no span. A command in ``cuts`` begins a new span in the same state.
-    ``names`` replaces the name of a state, keyed by previous state and state.
+    ``names`` are by previous state and state.
     """
 
     ends: Collection[str]
@@ -62,7 +56,7 @@ class Reading:
 
 
 def state_spans(history: History, reading: Reading, *, depth: int) -> list[Span]:
-    """Return a span for each stay in a state, sorted by start. Omit empty ones without error."""
+    """Sorted by start, without empty ones."""
     spans: list[Span] = []
     stays: dict[str, tuple[str, str, float]] = {}
     cuts = frozenset(reading.cuts)
@@ -108,8 +102,7 @@ def asked_span(
 ) -> list[Span]:
     """Return a span from the engine's request, at ``asked_at`` by its clock, to the start.
 
-    The start is ``started_at``, or the first step. Times of another time namespace are implausible,
-    and make no span. The span is long if the engine retried after ``busy``.
+    Times of another time namespace make no span.
     """
     started_at = history.started_at if started_at is None else started_at
     if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_ASKED_S:
@@ -134,7 +127,6 @@ def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:
 
 
 def last_end(spans: Iterable[Span]) -> float | None:
-    """Return the last end, or None while a span is open, or without spans."""
     ends = [span.end_s for span in spans]
     return max((end for end in ends if end is not None), default=None) if None not in ends else None
 

@@ -1,4 +1,4 @@
-"""The status of an agent: its counts, its readiness, and its current faults."""
+"""The status of an agent, and its current faults."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,6 @@ ADVICE = {
 OTHERWISE = "The log of both agents has the reason; kvbus trace ID shows where it happened."
 USER_CANCELLED = ("cancelled", "offer_withdrawn", "abandoned")
 OLD_S = 600.0
-"""Age from which a failure counts as over."""
 
 
 MAX_ERROR_CHARS = 1000
@@ -49,10 +48,7 @@ SILENT_S = 10.0
 LIVE_S = 0.1
 """Maximum age of a `Live` response; concurrent requests share it."""
 MOST_RECENT = 100
-"""Maximum number of handoffs in a response.
-
-Each costs about 0.02 ms; the loop does that work only for live ones.
-"""
+"""Handoffs in a response; each costs about 0.02 ms."""
 
 
 def without_place(status: AgentStatus) -> AgentStatus:
@@ -61,8 +57,6 @@ def without_place(status: AgentStatus) -> AgentStatus:
 
 @dataclass(slots=True)
 class StatusReporter:
-    """The status reports of one agent; use it in its event loop."""
-
     config: AgentConfig
     agent: Agent
     service: Service
@@ -141,17 +135,13 @@ class StatusReporter:
         return faults
 
     def live(self) -> Future[Live]:
-        """Return the full status with the newest offers or fetches, up to `LIVE_S` old.
-
-        A thread does most of the work.
-        """
+        """Return the full status; a thread does most of the work."""
         now_s = self.agent.loop.time()
         if self._live is None or now_s >= self._live[0] + LIVE_S:
             self._live = now_s, self._maker.submit(self._collect())
         return self._live[1]
 
     def _collect(self) -> Callable[[], Live]:
-        """Return a maker of the response, for any thread."""
         families = list(self.agent.metrics.registry.collect())
         recent = self.service.histories.recent(MOST_RECENT)
         full, key_file = self.status(Status()), self.config.key_file
@@ -198,10 +188,9 @@ def _log_faults() -> Iterator[Fault]:
 
 
 def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str]) -> Iterator[Fault]:
-    """Return current faults of peers and memory, then those of the last minutes.
+    """Return faults of peers and memory, then those of the last minutes.
 
-    ``wall_s`` is in seconds since 1970. ``key_options`` has the command-line options for each
-    endpoint.
+    ``wall_s`` is since 1970; ``key_options`` are command-line options by endpoint.
     """
     metrics, silent = live.metrics, live.status.silent_peers
     for endpoint, silent_s in silent.items():
@@ -235,7 +224,7 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
 
 
 def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
-    """Return one fault for each error code; an error has the form CODE: MESSAGE."""
+    """Return one for each error code; an error has the form CODE: MESSAGE."""
     by_code: dict[str, list[tuple[float, str]]] = {}
     for one in handoffs:
         if one.error:
@@ -257,7 +246,6 @@ def _age(seconds: float) -> str:
 
 
 def _samples(families: Iterable[Metric]) -> Iterator[tuple[str, float]]:
-    """Return each sample, keyed as on the Prometheus page."""
     for one in (sample for family in families for sample in family.samples):
         labels = ",".join(f'{name}="{value}"' for name, value in sorted(one.labels.items()))
         yield f"{one.name}{{{labels}}}" if labels else one.name, one.value

@@ -6,17 +6,6 @@ All calls must come from the event loop's thread.
     on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer ◀──────── Call.reply ◀┘
 
     EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
-
-server      `RequestServer`: from a frame to its handler, and from the answer to a frame
-session     one sender, as handlers see it: `Session` and `Call`
-admission   which senders have a session, and which of their calls may wait
-client      `RequestClient`: requests, retries and deadlines
-connection  connection of a client: addresses, probes, loss of the peer
-events      `EventPublisher` and `EventSubscriber`
-sockets     ZeroMQ sockets with their options
-trust       keys, handshakes and allowed addresses
-pump        bridge from one socket to the event loop
-actor       base of the objects that own sockets
 """
 
 from kvbus.bus.admission import ServerLimits

@@ -1,5 +1,3 @@
-"""Base of the objects that own sockets."""
-
 import asyncio
 from collections.abc import Callable
 
@@ -9,7 +7,7 @@ from kvbus.errors import ClosedError, LocalError
 
 
 class SocketActor:
-    """Owner of sockets: it runs in one task (asyncio backend), fails once and closes once.
+    """Owner of sockets: it runs in one task, fails once and closes once.
 
     It can send before `run`, from the same thread.
     """
@@ -21,7 +19,7 @@ class SocketActor:
         self._failed: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Serve the sockets until cancelled. Raise a callback's error if no ``on_fault`` is set."""
+        """Run until cancelled. Raise a callback's error if no ``on_fault`` is set."""
         if self.closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._failed is not None:
@@ -41,7 +39,6 @@ class SocketActor:
                 self.close()
 
     def close(self) -> None:
-        """Fail pending operations and close the sockets. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -51,7 +48,6 @@ class SocketActor:
         self._alarms.clear()
 
     def _call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Schedule ``callback``, replacing an earlier time."""
         if self.closed:
             return
         if callback in self._alarms:
@@ -73,7 +69,7 @@ class SocketActor:
             self._failed.set_exception(error)
 
     async def _on_close(self) -> None:
-        """Do short final work before `close`, shielded from cancellation."""
+        """Do short work before `close`, shielded from cancellation."""
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Admission: which senders have a session, and which of their calls may wait.
+"""Admission of sessions and waiting calls.
 
-A tenant that fills a table loses its own sessions or calls, not those of others.
+A tenant that fills a table loses its own sessions or calls.
 """
 
 from collections import Counter, OrderedDict
@@ -22,8 +22,6 @@ class ServerLimits:
 
 
 class Sessions:
-    """The live sessions of a server, up to ``max_sessions``, and the boot ids that it ended."""
-
     def __init__(self, limits: ServerLimits, *, server_boot: str, post: Post) -> None:
         self._limits = limits
         self._new_session = partial(Session, server_boot=server_boot, post=post)
@@ -37,7 +35,7 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def enter(self, sender: Sender, identity: bytes) -> Session:
-        """Return the sender's session. Raises `KVBusError` with code ``stale`` or ``busy``."""
+        """Raise ``stale`` or ``busy``."""
         if sender in self._sessions:
             self._sessions.move_to_end(sender)
             return self._sessions[sender]
@@ -50,7 +48,7 @@ class Sessions:
         return session
 
     def end_boot(self, boot: str) -> None:
-        """End the sessions of a dead process. Its later messages are ``stale``."""
+        """The process is dead: its later messages are ``stale``."""
         self.end([session for session in self if session.boot == boot])
         self._ended_boots[boot] = None
         if len(self._ended_boots) > self._limits.max_forgotten:
@@ -65,7 +63,7 @@ class Sessions:
                 session.close(error)
 
     def _make_room(self, tenant: Tenant) -> None:
-        """End a session of the largest tenant, even a busy one; among equals, an idle one."""
+        """End a session of the largest tenant; among equals, an idle one."""
         sessions = self._sessions.values()
         num_of = Counter(one.tenant for one in sessions)
         (largest, most), num_own = num_of.most_common(1)[0], num_of[tenant]
@@ -89,14 +87,13 @@ class PendingCalls:
         return self._number
 
     def share(self, op: str, most: int) -> None:
-        """Share ``most`` calls of one op between the tenants."""
         self._permits[op] = Permits(most)
 
     # Requests that wait must not block requests that work. Acquires, renewals and commits are
     # answered at once, so they need no room. Among waiting requests, each tenant has its share of
     # the calls with one op.
     def add(self, call: Call, *, waits: bool) -> bool:
-        """Return whether another call lost its place. Raises `KVBusError` (``busy``)."""
+        """Return whether another call lost its place; raise ``busy``."""
         own, lost = call.session.pending, None
         if waits:
             limits = self._limits

@@ -1,7 +1,7 @@
-"""Client side of requests: a DEALER socket, one reply for each request, and notices.
+"""Client side of requests: a DEALER socket.
 
-A late reply never causes a resend, because a live connection delivers all it accepted. Pending
-requests are sent again on a new connection, and fail if the server process is a new one.
+A late reply never causes a resend: a live connection delivers all it accepted. A new connection
+gets the pending requests again, unless the server process is a new one.
 """
 
 import asyncio
@@ -38,19 +38,17 @@ from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_
 from kvbus.protocol.message import R, Request, from_body, refusal
 
 PAUSE_S = 1.0
-"""Lateness of a timer, in seconds, that counts as a pause of this process."""
 
 _T = TypeVar("_T")
 OnReply = Callable[[R | KVBusError], None]
 
 
 def new_boot_id() -> str:
-    """Return an id for one process start or one client."""
     return uuid.uuid4().hex
 
 
 def new_secret() -> str:
-    """Return a secret that proves the sender's identity; its boot id is public."""
+    """Unlike a boot id, a secret proves the sender's identity."""
     return secrets.token_hex(16)
 
 
@@ -67,12 +65,8 @@ class _Pending:
 class RequestClient(WatchedConnection):
     """Client of one server. ``boot`` must be unique among the server's clients.
 
-    ``on_boot`` is called with each new boot id of the server. ``on_gone`` is called with that id,
-    or "" if unknown, when the process is gone; pending requests keep waiting. ``on_moved`` is
-    called with a new address of the server's name.
-
-    A callback's exception goes to ``on_fault``; without one it ends `run`. The client pings after
-    ``ping_s`` of silence.
+    ``on_gone`` is called with the server's boot id, or "", when the process is gone; pending
+    requests keep waiting. A callback's exception goes to ``on_fault``; without one it ends `run`.
     """
 
     def __init__(
@@ -101,7 +95,6 @@ class RequestClient(WatchedConnection):
         self._pending: dict[int, _Pending] = {}
         self._unsent: dict[int, None] = {}
         self.closed_by: KVBusError | None = None
-        """Error for requests pending at `close`; None means `ClosedError`."""
         self._secret = new_secret()
         self._last_id = secrets.randbelow(2**52)  # an integer that a float holds exactly
         self._was_connected = False
@@ -118,22 +111,19 @@ class RequestClient(WatchedConnection):
     # healthy. So silence is measured in unanswered pings: a pause adds none.
     @property
     def silent_s(self) -> float:
-        """Seconds without an answer to pings."""
+        """Without an answer to pings."""
         has_answered = self.heard_at != self._silent_since
         return 0.0 if has_answered else self._num_unanswered * self._ping_s
 
     def note_alive(self, boot: str) -> None:
-        """Record a heartbeat that arrived on another socket. Ping if ``boot`` differs."""
+        """Record a heartbeat from another socket."""
         if boot == self.peer_boot:
             self.heard_at = asyncio.get_running_loop().time()
         elif self.peer_boot is not None:
             self._ping()
 
     async def ask(self, message: Request[R], *, timeout_s: float) -> R:
-        """Return the reply. Raises the errors of `send`.
-
-        Cancellation drops the request here, but the server may still execute it.
-        """
+        """Raise the errors of `send`. A cancelled request may still be executed."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
         def settle(outcome: R | KVBusError) -> None:
@@ -160,8 +150,7 @@ class RequestClient(WatchedConnection):
     ) -> int:
         """Send a request and return its id. ``on_reply`` gets one reply or error.
 
-        ``on_sent`` is called when a connection first accepts the request, possibly at once. Until
-        then the server cannot have it.
+        ``on_sent`` is called, possibly at once, when a connection first accepts the request.
 
         Errors passed to ``on_reply``:
 
@@ -172,8 +161,7 @@ class RequestClient(WatchedConnection):
             ClosedError                this client was closed
             RemoteError (forbidden)    the server rejects our key; also raised
 
-        Raises `LocalError` (``busy``) if too many requests are pending, `ProtocolError` if too
-        large.
+        Raises `LocalError` (``busy``) for too many requests, `ProtocolError` if too large.
         """
         if self.closed:
             raise ClosedError("client is closed", endpoint=self.endpoint)
@@ -225,7 +213,7 @@ class RequestClient(WatchedConnection):
         self._was_connected = True
 
     def _ping(self) -> None:
-        """Its reply matches no pending request; receiving it is enough."""
+        """Receiving the reply is enough."""
         self._last_id += 1
         self._pump.send(
             encode_request(Ping.op, self._last_id, self.boot, Ping(), secret=self._secret)
@@ -337,7 +325,6 @@ class RequestClient(WatchedConnection):
 async def agent_client(
     endpoint: str, *, curve: ClientCurve | None = None
 ) -> AsyncIterator[RequestClient]:
-    """Yield a running client. Raises `ConfigError` for a bad endpoint or key."""
     with new_context() as context:
         options = SocketOptions(curve=curve)
         client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
@@ -353,10 +340,6 @@ async def agent_client(
 async def ask_agent(
     endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
 ) -> R:
-    """Send one request and return the reply.
-
-    Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for a bad endpoint, and `RemoteError`
-    (``forbidden``) if the keys do not match.
-    """
+    """Raise `RequestRefused`, `RequestTimeout`, `ConfigError`, or `RemoteError` (``forbidden``)."""
     async with agent_client(endpoint, curve=curve) as client:
         return await client.ask(message, timeout_s=timeout_s)

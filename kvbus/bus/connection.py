@@ -1,4 +1,4 @@
-"""Connection state of a connecting socket: address, peer's boot id, last message, refusal."""
+"""Connection state of a connecting socket."""
 
 import asyncio
 import concurrent.futures
@@ -20,10 +20,10 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 NAME_PERIOD_S, MAX_NAME_PERIOD_S = 1.0, 5.0
-"""Seconds between lookups: without a connection, and with a silent peer or failing name server."""
+"""Without a connection, and with a silent peer or failing name server."""
 BROKEN_OFF_S = 1.0
 GONE_S = 0.3
-"""Seconds. A process that returns sooner is not reported as gone."""
+"""A process that returns sooner is not reported as gone."""
 MAX_EARLIER_BOOTS = 8
 
 
@@ -34,7 +34,7 @@ class _Event(Enum):
     LOST = int(zmq.EVENT_DISCONNECTED)
     """ZeroMQ reconnects, unless it was refused."""
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    """The peer rejects our key. ZeroMQ does not retry."""
+    """Our key. ZeroMQ does not retry."""
     MISMATCHED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     """Only one side has keys. ZeroMQ does not retry."""
     HANDSHAKE_DROPPED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -47,13 +47,11 @@ _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 
 
 class WatchedConnection(SocketActor):
-    """Base of the sockets that connect to ``endpoint``. Subclasses override the hooks.
+    """Base of the sockets that connect to ``endpoint``. Only TCP is monitored.
 
-    A host name is resolved at start, and again while its address does not respond. Only TCP is
-    monitored. ZeroMQ does not retry after a refusal, so this class does: the peer may trust the key
-    by then.
-
-    Raises `ConfigError` for a bad endpoint, `LocalError` for a disallowed one.
+    A host name is resolved again while its address does not respond. ZeroMQ does not retry after a
+    refusal, so this class does: the peer may trust the key by then. Raises `ConfigError` and
+    `LocalError`.
     """
 
     def __init__(
@@ -98,22 +96,22 @@ class WatchedConnection(SocketActor):
         raise NotImplementedError
 
     def _on_writable(self) -> None:
-        """Called when the socket accepts more."""
+        """The socket accepts more."""
 
     def _on_made(self) -> None:
-        """Called on a new connection."""
+        """There is a new connection."""
 
     def _on_error(self, error: KVBusError) -> None:
-        """Called on a refusal, or if the name has no address."""
+        """A refusal, or a name without an address."""
 
     def _on_moved(self) -> None:
-        """Called on a new address."""
+        """There is a new address."""
 
     def _on_boot(self, boot: str, before: str | None) -> None:
-        """Called on a new boot id of the peer."""
+        """The peer has a new boot id."""
 
     def _on_gone(self) -> None:
-        """Called when the connection broke and the port refuses: the process is probably dead."""
+        """The connection broke and the port refuses: the process is probably dead."""
 
     @property
     def missing(self) -> str:
@@ -126,20 +124,18 @@ class WatchedConnection(SocketActor):
 
     @property
     def address(self) -> str:
-        """Endpoint with the resolved address, or ""."""
         return self._address
 
     @property
     def is_gone_here(self) -> bool:
-        """`is_gone` for a peer on this machine, where no network failure can cause it."""
+        """`is_gone` on this machine, where no network failure can cause it."""
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
 
     def look_again(self) -> None:
-        """Resolve the name again: another agent may have its address by now."""
+        """Resolve the name: another agent may have its address by now."""
         self._must_look_up.set()
 
     async def has_moved(self, known: str) -> bool:
-        """Resolve the name again if the address is ``known``; return whether it differs then."""
         if self._naming is not None and self._address == known:
             looked_up = self._looked_up
             self.look_again()
@@ -147,7 +143,7 @@ class WatchedConnection(SocketActor):
         return self._address != known
 
     def _hear(self, boot: str) -> bool:
-        """Record a message. Return False if an earlier process sent it: ignore it then."""
+        """Return False for a message of an earlier process: ignore it."""
         if boot != self.peer_boot:
             if boot in self._earlier:
                 return False
@@ -277,7 +273,7 @@ class WatchedConnection(SocketActor):
         return probe is not None and probe.end()
 
     def _see_broken_off(self, now: float) -> None:
-        """Report only if it persists: the server may be restarting or full."""
+        """Report if it persists: the server may be restarting or full."""
         if self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since >= BROKEN_OFF_S:
@@ -316,7 +312,7 @@ _places = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def look_up_all(host: str) -> list[str]:
-    """Return all addresses in endpoint notation. Blocks; raises `OSError` or `UnicodeError`."""
+    """Block; return endpoint notation. Raises `OSError` or `UnicodeError`."""
     found = tcp.getaddrinfo(host.strip("[]"), None, type=tcp.SOCK_STREAM)
     texts = (
         f"[{address[0]}]" if family == tcp.AF_INET6 else str(address[0])
@@ -326,7 +322,7 @@ def look_up_all(host: str) -> list[str]:
 
 
 async def look_up(host: str) -> str:
-    """Return the first address, or raise `RemoteError` within `ANSWER_WITHIN_S`."""
+    """Raise `RemoteError` within `ANSWER_WITHIN_S`."""
     return (await _look_up(host))[0]
 
 

@@ -1,7 +1,7 @@
 """Events: a publisher with a seq for each topic, and a subscriber that detects gaps.
 
-ZeroMQ silently drops messages for a subscriber that is ``hwm`` behind. The subscriber reports gaps,
-new boot ids and silence; its user must then query the current state.
+ZeroMQ silently drops messages for a subscriber that is ``hwm`` behind. After a gap, query the
+current state.
 """
 
 import asyncio
@@ -30,11 +30,7 @@ MAX_TOPICS = 256
 
 
 class EventPublisher(SocketActor):
-    """Publisher of one process's events: frames ``[op, event]``, seq from 1 for each op.
-
-    With ``options.curve`` only admitted keys can subscribe. Raises `ConfigError` if ``endpoint``
-    cannot be bound.
-    """
+    """Sends frames ``[op, event]``, seq from 1 for each op."""
 
     def __init__(
         self,
@@ -55,7 +51,7 @@ class EventPublisher(SocketActor):
         self._pump: Pump | None = self._bind()
 
     def publish(self, op: str, message: Message) -> None:
-        """Send an event; without subscribers it is not even encoded."""
+        """Without subscribers, the event is not even encoded."""
         if op == Heartbeat.op:
             raise LocalError("the heartbeat topic is the publisher's own")
         seq = self._seqs[op] = self._seqs.get(op, 0) + 1
@@ -109,7 +105,6 @@ class EventPublisher(SocketActor):
         self._call_at(asyncio.get_running_loop().time() + self._heartbeat_s, self._beat)
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        """ZeroMQ keeps each topic while a connection subscribes to it."""
         kind, topic = frames[0][:1], frames[0][1:]
         if kind == b"\1":
             self._topics.add(topic)
@@ -120,38 +115,29 @@ class EventPublisher(SocketActor):
             self.hang_up()
 
     def _last_subscriber_left(self) -> bool:
-        """Return whether ZeroMQ made the frame, not a connection.
-
-        A connection can unsubscribe from topics that only others have.
-        """
+        """Return whether ZeroMQ made the frame: clients may unsubscribe from topics of others."""
         frame = self._pump.last if self._pump is not None else None
         return frame is not None and descriptor_of(frame) is None
 
 
 class EventListener:
-    """Callbacks of a subscriber."""
-
     def on_event(self, endpoint: str, event: Notice) -> None:
-        """Called for each event except heartbeats."""
+        """An event except heartbeats."""
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """Called about once a second."""
+        """About once a second."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        """Called on missing events of ``topic``, before the event or heartbeat that shows it.
-
-        Events from before the subscription count, too.
-        """
+        """Events are missing, perhaps from before the subscription."""
 
     def on_boot(self, endpoint: str, boot: str) -> None:
-        """Called on each new boot id of the publisher."""
+        """The publisher has a new boot id."""
 
 
 class EventSubscriber(SocketActor):
-    """Subscriber to many publishers, which can be added and removed at any time.
+    """Subscriber to many publishers; one that rejects ``keys`` is silent.
 
-    A publisher that rejects ``keys``, or whose name has no address, is silent. Exceptions of
-    ``listener`` go to ``on_fault``; without one they end `run`.
+    Exceptions of ``listener`` go to ``on_fault``; without one they end `run`.
     """
 
     def __init__(
@@ -178,7 +164,7 @@ class EventSubscriber(SocketActor):
         return list(self._feeds)
 
     def add(self, endpoint: str, *, server_key: str = "") -> None:
-        """Subscribe once. Raises `ConfigError` (bad endpoint) or `LocalError` (``busy``)."""
+        """Subscribe once. Raises `ConfigError` or `LocalError` (``busy``)."""
         if endpoint in self._feeds:
             return
         if len(self._feeds) >= self._max_endpoints:

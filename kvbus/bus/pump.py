@@ -25,10 +25,8 @@ def _nothing() -> None: ...
 class Pump:
     """Receiver and sender of one socket, used from the loop's thread.
 
-    A turn takes up to `_BATCH` frames, fewer if large or slow, to be fair to other sockets.
-    ``on_frames`` gets up to `_MAX_FRAMES` of each message. ``last`` is the last frame, with
-    ZeroMQ's data about its connection. ``on_writable`` sends queued messages. A callback's
-    exception goes to ``on_failure``.
+    A turn takes up to `_BATCH` frames, to be fair to other sockets. ``on_frames`` gets up to
+    `_MAX_FRAMES` of each message. ``last`` is the last frame, with data about its connection.
     """
 
     def __init__(
@@ -57,12 +55,12 @@ class Pump:
         self._schedule()
 
     def take_last(self) -> None:
-        """Pass on everything received so far: the peer has ended."""
+        """Pass on everything received so far."""
         while self._loop is not None and self._turn(signalled=False) & _POLLIN:
             pass
 
     def close(self) -> None:
-        """Close the socket; it flushes for up to 0.2 s."""
+        """It flushes for up to 0.2 s."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -72,7 +70,7 @@ class Pump:
         self._socket.close()
 
     def send(self, *parts: bytes) -> bool:
-        """Send one message now; False if the peer is unroutable, unconnected or at its HWM."""
+        """Return False if the peer is unroutable, unconnected or at its HWM."""
         if not self._open:
             return False
         send, last = self._socket.send, parts[-1]

@@ -1,8 +1,3 @@
-"""Server of requests: a ROUTER socket, and one reply for each request.
-
-Malformed, stale and excess requests get error replies.
-"""
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -43,10 +38,7 @@ Handler = Callable[[Any, Call], None]
 
 
 class Quota(NamedTuple):
-    """Handler with up to ``most`` calls in progress, shared fairly between tenants.
-
-    The server may end a call to make room; `Call.on_end` reports it.
-    """
+    """At most this many calls, shared fairly; `Call.on_end` reports one that gives way."""
 
     handler: Handler
     most: int
@@ -73,13 +65,13 @@ class ServerCounters:
 
 
 class RequestServer(SocketActor):
-    """Server that calls one handler for each request, in the loop's thread; see `on`.
+    """A ROUTER that calls one handler for each request, in the loop's thread; see `on`.
 
     A repeat of a request in progress is absorbed; the reply goes to the latest connection. A later
     repeat is executed again, as requests are idempotent.
 
     A `KVBusError` from a handler refuses the request. Other exceptions are answered ``internal``
-    and go to ``on_fault``; without one they end `run`. ``on_refusal`` gets each refused call.
+    and go to ``on_fault``; without one they end `run`.
     """
 
     def __init__(
@@ -208,7 +200,6 @@ class RequestServer(SocketActor):
                 self._fault(error, call)
 
     def _read(self, kind: type[Request[Any]], body: Body) -> Request[Any]:
-        """Return the message. Raises `KVBusError` if invalid or for an earlier process."""
         message = from_body(kind, body)
         meant_for = getattr(message, "agent_boot", self.boot)
         if meant_for != self.boot:
@@ -255,7 +246,7 @@ class RequestServer(SocketActor):
         self._post(encode_refusal(request_id, self.boot, error_body(error)), identity)
 
     def _post(self, frame: bytes, to: Session | bytes) -> None:
-        """Send to a session's latest connection or a given one. Drop the frame if that is gone."""
+        """Drop the frame if the connection is gone."""
         self._outbox.append((frame, to))
         self._pump.flush()
 

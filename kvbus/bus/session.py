@@ -1,5 +1,3 @@
-"""Sender of requests, as handlers see it: its `Session`, and its `Call`s in progress."""
-
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
@@ -21,13 +19,13 @@ Sender = tuple[str, str, str | bytes]
 
 Post = Callable[[bytes, "Session"], None]
 OnAnswer = Callable[["Call", Message | KVBusError | None], None]
-"""Receiver of a call's answer; None drops the call."""
+"""None drops the call."""
 
 
 class Call:
     """Request to be answered exactly once, now or later, from the loop's thread.
 
-    Replies to a call that the server has ended (``on_end``) are ignored.
+    Replies after ``on_end`` are ignored.
     """
 
     __slots__ = ("_on_answer", "answered", "on_end", "op", "request_id", "session", "was_ended")
@@ -39,7 +37,7 @@ class Call:
         self._on_answer = on_answer
 
     def reply(self, message: Message) -> None:
-        """Reply ``ok``, or an error if ``message`` cannot be encoded."""
+        """Reply an error if ``message`` cannot be encoded."""
         self._answer(message)
 
     def refuse(self, error: KVBusError) -> None:
@@ -62,19 +60,18 @@ class Call:
 
 
 class Session:
-    """State of one sender, across its connections.
+    """State of one sender, across its connections; a ``pinned`` one is kept while idle.
 
-    A ``pinned`` session is kept while idle. ``on_unread`` is called when a message is lost because
-    the peer's queue is full; the peer must not continue then.
+    ``on_unread`` is called when a message is lost because the peer's queue is full; the peer must
+    not continue then.
     """
 
     def __init__(self, sender: Sender, identity: bytes, *, server_boot: str, post: Post) -> None:
         self.sender = sender
         self.key, self.boot, _ = sender
         self.name = blake2b(repr(sender).encode(), digest_size=16).hexdigest()
-        """Digest of the sender, without its secret."""
         self.tenant: Tenant = self.key or identity
-        """Unit of fair shares: the key, or without keys the first connection."""
+        """Unit of fair shares."""
         self.identity = identity
         self.pinned = self.closed = False
         self.on_unread: Callable[[], None] | None = None
@@ -93,10 +90,7 @@ class Session:
             self.on_unread()
 
     def moves_to(self, identity: bytes) -> bool:
-        """Switch to the connection of a request. Return False for one that the sender has left.
-
-        Its late requests are dropped: the peer repeats them on the new connection.
-        """
+        """Switch to the request's connection; return False for one that the sender has left."""
         if identity == self.identity:
             return True
         if identity in self._left:

@@ -1,4 +1,4 @@
-"""Creation of ZeroMQ sockets, with every option that kvbus relies on."""
+"""ZeroMQ sockets, with every option that kvbus relies on."""
 
 import contextlib
 import errno
@@ -39,10 +39,7 @@ _MAX_UNREAD_SUBSCRIPTIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketOptions:
-    """Options of a socket. ``hwm`` counts messages, for each peer and direction.
-
-    ``curve`` encrypts and authenticates. ``allowed`` limits the addresses to connect to.
-    """
+    """``hwm`` counts messages, for each peer and direction; ``allowed`` limits connects."""
 
     hwm: int = 10_000
     curve: ServerCurve | ClientCurve | None = None
@@ -50,7 +47,7 @@ class SocketOptions:
 
 
 class Probe:
-    """TCP connection attempt that shows whether a port refuses, as without a listener."""
+    """Connection attempt that shows whether a port refuses, as without a listener."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = tcp.socket(_family(host), tcp.SOCK_STREAM)
@@ -68,7 +65,6 @@ class BusContext(zmq.Context[Any]):
         return Probe(host, port)
 
     def is_here(self, host: str) -> bool:
-        """Return whether ``host`` is an address of this machine or container."""
         with tcp.socket(_family(host), tcp.SOCK_DGRAM) as one:
             try:
                 one.bind((host, 0))
@@ -82,15 +78,12 @@ def _family(host: str) -> tcp.AddressFamily:
 
 
 def new_context() -> BusContext:
-    """Return a context with one I/O thread, for all sockets of a process.
-
-    Leaving its ``with`` block flushes closed sockets for up to 0.2 s.
-    """
+    """Leaving its ``with`` block flushes closed sockets for up to 0.2 s."""
     return BusContext()
 
 
 def max_request_bytes(endpoint: str) -> int:
-    """Return the limit for a request: less over TCP, where strangers may send."""
+    """Return less over TCP, where strangers may send."""
     return MAX_PEER_REQUEST_BYTES if endpoint.startswith("tcp://") else MAX_FRAME_BYTES
 
 
@@ -99,7 +92,7 @@ def max_request_items(endpoint: str) -> int:
 
 
 def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """Return a bound ROUTER that reports unroutable peers instead of dropping."""
+    """Report unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, max_request_bytes(endpoint) + _OVER_BYTES)
@@ -111,7 +104,7 @@ def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """Return an unconnected DEALER that queues only to an established connection.
+    """Return a DEALER that queues only to an established connection.
 
     Over ipc it also queues before, and never reconnects, which keeps its last messages.
     """
@@ -122,10 +115,7 @@ def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """Return a bound XPUB that reports each subscription.
-
-    A topic costs ZeroMQ about 50 times its bytes of memory.
-    """
+    """Return an XPUB; a topic costs ZeroMQ about 50 times its bytes of memory."""
     socket = _open(context, zmq.XPUB, options)
     socket.set(zmq.XPUB_VERBOSE, 1)
     socket.set(zmq.MAXMSGSIZE, _MAX_TOPIC_FRAME_BYTES)
@@ -136,7 +126,7 @@ def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -
 def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
-    """Return an unconnected SUB; no ``topics`` means all."""
+    """No ``topics`` means all."""
     _require_port(endpoint)
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
@@ -145,15 +135,12 @@ def open_subscriber(
 
 
 def key_of(frame: zmq.Frame | None) -> str:
-    """Return the key of the frame's connection, which a `ZapHandler` set as ``User-Id``.
-
-    A routing id proves nothing: clients choose it.
-    """
+    """Return the ``User-Id`` of a `ZapHandler`; clients choose the routing id."""
     return str(frame["User-Id"]) if frame is not None else ""
 
 
 def descriptor_of(frame: zmq.Frame) -> int | None:
-    """Return the frame's connection; None if ZeroMQ made the frame itself."""
+    """None if ZeroMQ made the frame itself."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -161,10 +148,7 @@ def descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def has_hung_up(frame: zmq.Frame | None) -> bool:
-    """Return whether the frame's connection has ended.
-
-    A reused descriptor gives the state of its new connection.
-    """
+    """A reused descriptor gives the state of its new connection."""
     fd = descriptor_of(frame) if frame is not None else None
     if fd is None:
         return False
@@ -174,7 +158,7 @@ def has_hung_up(frame: zmq.Frame | None) -> bool:
 
 
 def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:
-    """Connect to a numeric endpoint. On failure close the socket and raise `LocalError`."""
+    """On failure close the socket and raise `LocalError`."""
     with _closed_on_error(socket, f"cannot connect to {endpoint}", endpoint):
         if allowed is not None:
             allowed.check(endpoint)
@@ -193,12 +177,10 @@ def is_numeric(endpoint: str) -> bool:
 
 
 def host_of(endpoint: str) -> str:
-    """Return HOST of tcp://HOST:PORT, or ""."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def with_brackets(host: str) -> str:
-    """Return ``host`` in endpoint notation: IPv6 in brackets."""
     try:
         is_bare = ipaddress.ip_address(host.partition("%")[0]).version == 6
     except ValueError:
@@ -243,7 +225,7 @@ def _keep_alive(socket: Socket) -> None:
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
-    """Bind to ``endpoint``; for tcp://HOST:FIRST-LAST, to the first free port."""
+    """For tcp://HOST:FIRST-LAST, bind to the first free port."""
     with _closed_on_error(socket, f"cannot bind {endpoint}", endpoint):
         # For "*" ZeroMQ opens one socket for IPv6 and IPv4, or for IPv4 only without IPv6.
         socket.set(zmq.IPV6, "[" in endpoint or host_of(endpoint) == "*")
@@ -279,7 +261,6 @@ def _require_port(endpoint: str) -> None:
 
 @contextlib.contextmanager
 def _closed_on_error(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
-    """Close the socket on an error. ZeroMQ errors become `ConfigError`."""
     try:
         yield
     except zmq.ZMQError as error:

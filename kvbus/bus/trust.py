@@ -1,7 +1,4 @@
-"""Peer authentication: CURVE keys, ZAP checks, addresses, and the UID of a local connection.
-
-Keys are text: 40 characters of Z85.
-"""
+"""Peer authentication: CURVE keys (40 characters of Z85), ZAP checks, addresses and UIDs."""
 
 import asyncio
 import ipaddress
@@ -31,14 +28,11 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """Keys of a binding socket. A `ZapHandler` admits its clients."""
-
     keys: KeyPair
     domain: str
-    """ZAP domain of the socket."""
 
     def apply(self, socket: Socket) -> None:
-        """Set the options. Without a `ZapHandler` in the context every client is rejected."""
+        """Without a `ZapHandler` in the context, every client is rejected."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.keys.secret.encode())
         socket.set(zmq.ZAP_DOMAIN, self.domain.encode())
@@ -48,7 +42,7 @@ class ServerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """Keys of a connecting socket. Only the owner of ``server_key`` is accepted."""
+    """Keys of a connecting socket; only the owner of ``server_key`` is accepted."""
 
     keys: KeyPair
     server_key: str
@@ -67,13 +61,12 @@ def new_key_pair() -> KeyPair:
 
 
 def key_pair_of(secret: str) -> KeyPair:
-    """Raises `ConfigError` if ``secret`` is not a key."""
     require_key(secret)
     return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
 
 
 def require_key(text: str) -> None:
-    """Raise `ConfigError`, without the text, unless it is a key."""
+    """Raise `ConfigError`, without the text."""
     try:
         is_key = len(text) == KEY_CHARS and len(z85.decode(text.encode("ascii"))) == KEY_BYTES
     except (ValueError, KeyError, IndexError, OverflowError) as error:
@@ -98,8 +91,8 @@ class ZapRequest:
 class ZapHandler(SocketActor):
     """ZAP handler that calls ``admit`` for each handshake. Create it before the sockets bind.
 
-    The admitted key becomes the ``User-Id`` of all messages. A rejected client gets code 400 and
-    does not retry. Handshakes wait while this does not run.
+    The admitted key becomes the ``User-Id`` of all messages. A rejected client does not retry.
+    Handshakes wait while this does not run.
     """
 
     def __init__(
@@ -142,16 +135,13 @@ class ZapHandler(SocketActor):
 
 
 class AllowedPeers:
-    """Addresses and networks, with any port, one port, or a range: ``10.1.0.0/16:7501``.
-
-    IPv6 has brackets: ``[fd00::/8]:7000-7999``. Names are not compared, only the numeric address.
-    """
+    """Addresses and networks, with any port, one port, or a range: ``[fd00::/8]:7000-7999``."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._allowed = [_parse(entry) for entry in entries]
 
     def check(self, endpoint: str) -> None:
-        """Raise `LocalError` (``forbidden``) unless the numeric ``endpoint`` is allowed."""
+        """Raise `LocalError` (``forbidden``)."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
         plain = getattr(address, "ipv4_mapped", None) or address
@@ -194,7 +184,7 @@ _TYPE_AT, _OWNER_AT = 4, 80
 def is_of_same_user(fd: int) -> bool:
     """Return whether this user or root owns the other end of a TCP connection.
 
-    False for another machine or network namespace, or if the kernel gives no answer.
+    False in another network namespace, or if the kernel gives no answer.
     """
     try:
         return _owner_at_other_end(fd) in (0, os.geteuid())

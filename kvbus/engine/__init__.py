@@ -1,4 +1,4 @@
-"""The SDK that engines import: a `Link` with a local agent, and descriptions of KV memory."""
+"""The SDK of engines: a `Link` with a local agent, and descriptions of KV memory."""
 
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection

@@ -1,4 +1,4 @@
-"""Requests to an agent, retried until one accepts them: at a busy agent, or at the next one.
+"""Requests to an agent, retried while it is busy, or at the next agent.
 
 ask ─▶ sent ─▶ answered
  ▲      │ busy: a pause; agent ends or is lost: until the next one
@@ -27,7 +27,7 @@ from kvbus.protocol.message import Request
 
 SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
-"""Bounds of this side's pauses; an agent may ask for longer ones."""
+"""An agent may ask for longer pauses."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 """Codes of an agent that ends, or has closed the connection."""
 
@@ -45,10 +45,10 @@ class PendingRequest(Handle, Generic[M]):
         """Called at the end, and again if the blocks are free only later."""
 
     def renew(self) -> None:
-        """Update the time that is left, before a retry."""
+        """Update the time left, before a retry."""
 
     def pause_s(self, error: KVBusError, now: float) -> float | None:
-        """Return the pause before a retry; None if the error is final, or no time is left."""
+        """Return None if the error is final, or no time is left."""
         if not isinstance(error, RequestRefused) or error.code is not ErrorCode.BUSY:
             return None
         hint = error.detail.get("retry_after_s")
@@ -63,27 +63,21 @@ A = TypeVar("A", bound=PendingRequest[Any])
 
 
 class RequestRetrier(Events, Generic[A]):
-    """The requests of one engine, in the link's event loop.
-
-    After the loss of an agent, the next one is awaited for ``agent_wait_s``.
-    """
-
     def __init__(self, *, agent_wait_s: float = 10.0) -> None:
         self.connection: Connection | None = None
         self.problem: KVBusError = ClosedError("the link is not open")
         self._agent_wait_s, self._lost_at = agent_wait_s, math.inf
         self._is_followed = self._was_silent = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
-        """Until the next agent is there or a pause ends; with the reason."""
 
     def sent(self, one: A, connection: Connection) -> None:
-        """Called when the agent may know of the request."""
+        """The agent may know of the request."""
 
     def answered(self, one: A, reply: Any) -> None:
         raise NotImplementedError
 
     def refused(self, one: A, error: KVBusError) -> None:
-        """Called when no agent will get the request."""
+        """No agent will get the request."""
         raise NotImplementedError
 
     def give_up(self, now: float, error: KVBusError) -> None:
@@ -105,7 +99,7 @@ class RequestRetrier(Events, Generic[A]):
             self.sent(one, connection)
 
     def forget(self, one: A) -> bool:
-        """Return whether it was waiting, so that no agent knows of it."""
+        """Return whether it was waiting: then no agent knows of it."""
         if one not in self._waiting:
             return False
         timer, _ = self._waiting.pop(one)

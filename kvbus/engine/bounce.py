@@ -1,10 +1,7 @@
 """Host buffers: for engines whose KV cache no other process can map.
 
-The engine's own function copies between its cache and host blocks, and an agent serves the host
-blocks like any other KV cache:
-
-    prefill   acquire host blocks ─▶ offer ─▶ save, save … ─▶ seal ─▶ release
-    decode    acquire host blocks ─▶ fetch ─▶ load ─▶ release
+prefill   acquire host blocks ─▶ offer ─▶ save, save … ─▶ seal ─▶ release
+decode    acquire host blocks ─▶ fetch ─▶ load ─▶ release
 """
 
 import asyncio
@@ -37,7 +34,7 @@ log = logging.getLogger("kvbus.engine")
 
 
 class HostPool:
-    """All host blocks, by group, the same on every rank; requests wait for them in order.
+    """Host blocks by group, the same on every rank.
 
     A request acquires all its blocks in one step, so that two requests cannot deadlock.
     """
@@ -56,10 +53,7 @@ class HostPool:
         return sum(self.num_blocks.values()) - sum(self.num_free.values())
 
     async def acquire(self, wanted: Mapping[str, int], *, wait_s: float = 0.0) -> dict[str, Ids]:
-        """Acquire the first free blocks; wait up to ``wait_s`` for releases.
-
-        Raises `GeometryError` when the pool is too small, and `LocalError` (``busy``).
-        """
+        """Raise `GeometryError` if the pool is too small, ``busy`` after ``wait_s``."""
         if any(number > self.num_blocks.get(group, 0) for group, number in wanted.items()):
             message = f"{wanted} host blocks are wanted, there are only {self.num_blocks}"
             raise GeometryError(f"{message}: make the host buffer larger")
@@ -103,10 +97,10 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Copies between blocks of one group: of token slots [slots[0], slots[1]) in each.
+    """Copies of token slots [slots[0], slots[1]) in each block of one group.
 
-    Block ``ids[i]`` (uint32) of the device belongs to host block ``first_host_block + i``. For a
-    `CopyBlocks` it also names the rank, and those of its layers and parts that are in the view.
+    Device block ``ids[i]`` (uint32) belongs to host block ``first_host_block + i``. A `CopyBlocks`
+    also gets the rank, and the layers and parts of its view.
     """
 
     group: str
@@ -121,24 +115,19 @@ class BlockCopy:
 CopyBlocks = Callable[[BlockCopy, torch.Tensor, Direction], None]
 """The engine's function: copies between device blocks and a view of host blocks.
 
-The view is [block, layer, part, token, head, dim] of the blocks, in the group's dtype. Its blocks
-are consecutive, and whole ones contiguous. Runs in a thread; the copy must be complete at the
-return."""
+The view is [block, layer, part, token, head, dim], in the group's dtype; whole blocks are
+contiguous. Runs in a thread, and returns when the copy is complete."""
 
 Copier = Callable[[Direction, Sequence[BlockCopy]], Awaitable[None]]
-"""A function that runs copies on every rank until all are complete, and raises the error of a rank.
+"""Copies on every rank until all are complete; never cancelled.
 
-An engine with several processes writes its own, with `HostBuffer.run` in each worker. It is never
-cancelled, and must not return during a copy."""
+An engine with several processes calls `HostBuffer.run` in each worker."""
 
 
 def block_copies(
     group: GroupSpec, device: BlockTable, host_ids: Ids, start: int, stop: int
 ) -> Iterator[BlockCopy]:
-    """Cut positions [start, stop) into copies: of one partial block, or of consecutive whole ones.
-
-    ``host_ids`` start at the first block of ``device``; positions before it are left out.
-    """
+    """Cut positions into copies of one partial block, or of consecutive whole ones."""
     device_ids, size, first = device.array(), group.block_size, device.first_block
     start = max(start, first * size)
     while start < stop:
@@ -154,9 +143,9 @@ def block_copies(
 
 
 class HostBuffer:
-    """The host blocks of one rank; ``memory`` is for its `Link`.
+    """The host blocks of one rank, for its `Link`. Raises `SegmentError`.
 
-    ``tensor`` has all of their bytes, so that the device can pin them. Raises `SegmentError`.
+    The device can pin ``tensor``, which has all bytes.
     """
 
     def __init__(self, engine: EngineSpec, rank: int, num_blocks: Mapping[str, int]) -> None:
@@ -165,7 +154,6 @@ class HostBuffer:
         self._regions = [(one, region_tensor(engine, one, self.tensor)) for one in regions]
 
     def run(self, direction: Direction, copies: Iterable[BlockCopy], copy: CopyBlocks) -> None:
-        """Call ``copy``, in this thread, for each part of ``copies`` on this rank."""
         rank = self.memory.rank.rank
         for one in copies:
             blocks = slice(one.first_host_block, one.first_host_block + len(one.ids))
@@ -176,7 +164,7 @@ class HostBuffer:
 
 
 class LocalCopier:
-    """Copies of all ranks in this process, one at a time, in a thread."""
+    """A `Copier` for ranks in this process: one copy at a time, in a thread."""
 
     def __init__(self, buffers: Iterable[HostBuffer], copy: CopyBlocks) -> None:
         self._buffers, self._copy = tuple(buffers), copy
@@ -189,10 +177,10 @@ class LocalCopier:
 
 
 class HostLink:
-    """Offers and fetches of one engine through host blocks, as a `Link` has them.
+    """A `Link` through host blocks.
 
-    Calls return immediately, in any thread. Each waits up to ``wait_s`` for blocks of all its
-    tokens, and fails with ``busy``; a request larger than the pool fails with ``geometry``.
+    Calls return immediately, in any thread. They fail with ``busy`` after ``wait_s`` without
+    blocks.
     """
 
     def __init__(self, link: Link, pool: HostPool, copier: Copier) -> None:
@@ -200,16 +188,12 @@ class HostLink:
         self._over: EndedQueue[HostFetch] = EndedQueue()
 
     def ended(self) -> "list[HostFetch]":
-        """Return fetches as `Link.ended` does."""
         return self._over.take()
 
     def offer(
         self, request_id: str, *, num_tokens: int, wait_s: float = 0.0, **more: Unpack[OfferOptions]
     ) -> "Completion[HostOffer]":
-        """Acquire host blocks for ``num_tokens`` tokens, and offer them before they are saved.
-
-        Takes the options of `Link.offer`, except ``sealed``; raises the agent's refusals.
-        """
+        """Offer host blocks before a save, with the options of `Link.offer` except ``sealed``."""
         more |= {"sealed": False, "first_blocks": dict(more.get("first_blocks") or {})}
         offer = HostOffer(self, num_tokens)
         return self.link.runner.start(partial(offer.begin, request_id, wait_s, more))
@@ -225,8 +209,8 @@ class HostLink:
     ) -> "HostFetch":
         """Fetch tokens as `Link.fetch` does, into the engine's own blocks.
 
-        Slots before ``first_token`` and after the last token do not change, unless ``zero_tail``
-        zeroes the latter. ``timeout_s`` starts when host blocks are available.
+        Other slots do not change, except with ``zero_tail``. ``timeout_s`` starts when host blocks
+        are available.
         """
         fetch = HostFetch(self, num_tokens, block_ids, options)
         fetch.ended.then(partial(self._over.note, fetch))
@@ -237,9 +221,8 @@ class HostLink:
 class HostOffer:
     """An offer from host blocks: `save` computed blocks and `seal`, or `withdraw`.
 
-    Calls return immediately, in any thread. ``num_saved`` tokens are on the host. After a failed
-    `save`, only `withdraw` is possible. The host blocks are free at ``ended``, or after a copy that
-    still runs then.
+    Calls return immediately, in any thread. After a failed `save`, only `withdraw` is possible.
+    Host blocks are free at ``ended``, or after a copy that still runs then.
     """
 
     def __init__(self, host: HostLink, num_tokens: int) -> None:
@@ -277,13 +260,9 @@ class HostOffer:
     def save(self, num_tokens: int, block_ids: BlockIds) -> Completion[None]:
         """Save the tokens since the last call; ``num_tokens`` counts all so far.
 
-        ``block_ids`` lists the new blocks by group, in order of position, without a partial block
-        of the last call. The call with the last tokens lists the block of each state. Calls run in
-        order. The engine may reuse the blocks once the result arrives.
-
-        Raises `GeometryError` for ids that are not unsigned 32-bit integers. The result raises
-        `GeometryError` for blocks that do not fit the tokens, errors of the engine's copy function,
-        and `ClosedError` after the end or `seal`.
+        ``block_ids`` lists the new blocks by group and position, and a state's block with the last
+        tokens. The engine may reuse the blocks once the result arrives. It raises `GeometryError`,
+        errors of the copy function, and `ClosedError` after the end or `seal`.
         """
         return self._runner.start(partial(self._save, num_tokens, tables_of(block_ids)))
 
@@ -292,7 +271,6 @@ class HostOffer:
         return self._runner.start(self._seal)
 
     def withdraw(self) -> Completion[None]:
-        """End the offer, because its request was aborted."""
         self._close("it was withdrawn")
         return self._offer.withdraw()
 
@@ -318,7 +296,7 @@ class HostOffer:
                     self._host.pool.release(self._tables)
 
     def _add(self, num_tokens: int, given: Mapping[str, BlockTable]) -> list[BlockCopy]:
-        """Add device blocks and return their copies; raise `GeometryError`, and then add none."""
+        """Return the copies of these blocks; a `GeometryError` changes nothing."""
         start, device, copies = self.num_saved, dict(self._device), list[BlockCopy]()
         if not start <= num_tokens <= self.num_tokens:
             message = f"{num_tokens} tokens are said to be ready, of {self.num_tokens}, after"
@@ -362,12 +340,11 @@ class HostOffer:
 
 
 class HostFetch(Handle):
-    """A fetch of a decode engine through host blocks.
+    """A fetch through host blocks.
 
-    ``ended`` has the result when valid KV is in the engine's blocks; it raises `FetchFailed`. No
-    writer remains then, so ``freed`` comes with it. Stage ``requested`` with code ``busy`` means no
-    host blocks in time; stage ``loading``, an error of the engine's copy function (its cause).
-    ``fetch_id`` is the agent's; empty during the wait for host blocks.
+    ``ended`` has the result when valid KV is in the engine's blocks, with ``freed``; it raises
+    `FetchFailed`. Stage ``requested`` with code ``busy`` means no host blocks in time; stage
+    ``loading``, an error of the copy function (its cause).
     """
 
     _waits: anyio.CancelScope  # for host blocks, from the start of `run`
@@ -387,10 +364,6 @@ class HostFetch(Handle):
         return self._fetch.fetch_id if self._fetch is not None else ""
 
     def cancel(self, *, release_offer: bool = False) -> Completion[None]:
-        """Cancel: `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
-
-        ``release_offer``: see `Fetch.cancel`; it needs host blocks.
-        """
         return self._host.link.runner.start(partial(self._cancel, release_offer))
 
     async def _cancel(self, release_offer: bool) -> None:

@@ -40,19 +40,16 @@ IPC = "ipc://"
 RETRY_S = 0.05
 MAX_RETRY_S = 2.0
 MAX_ABSENT_RETRY_S = 0.2
-"""Short: an attempt costs little, and the engine needs the agent."""
 MAX_PENDING = 1 << 20
 """The largest `max_handoffs` of an agent."""
 
 
 class Events:
-    """Callbacks of a connection."""
-
     def on_notice(self, notice: Notice) -> None:
         """Handle a notice of the agent."""
 
     def on_silence(self, silent_s: float) -> None:
-        """Called each second; ``silent_s`` is the time since the agent's last message."""
+        """Called each second with the time since the agent's last message."""
 
     def on_lost(self, error: KVBusError) -> None:
         """Fail what is pending."""
@@ -61,9 +58,8 @@ class Events:
 class Connection:
     """A connection with the agent at ``attach_path``; open within ``async with``.
 
-    Entering raises `PeerLost` when no agent listens, or none is ready, within ``attach_timeout_s``;
-    `RequestRefused`; `LocalError` when its role is not ``role``; and `ConfigError` when another
-    user runs it, or could replace it. ``lost`` is why the connection ended.
+    Entering raises `PeerLost` without a ready agent within ``attach_timeout_s``; `RequestRefused`;
+    `LocalError` for another role; and `ConfigError` if another user could replace the agent.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class Connection:
 
     @property
     def agent(self) -> Welcome:
-        """The agent's description; raises `ClosedError` before the connection is open."""
         if self._welcome is None:
             raise ClosedError("the connection is not open")
         return self._welcome
@@ -120,21 +115,16 @@ class Connection:
         await self._exit.aclose()
 
     async def ended(self) -> KVBusError:
-        """Wait for the end of the connection; return its reason."""
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
 
     async def pass_memory(self, message: Request[R], *fds: int) -> R:
-        """Send a request with descriptors on the attach socket; return the typed reply."""
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
         reply: R = from_body(message.reply, body)
         return reply
 
     async def request(self, message: Request[R], *, timeout_s: float = 0.0) -> R:
-        """Send a request and return its typed reply.
-
-        Raises `RequestRefused`, `RequestTimeout` and `PeerLost`.
-        """
+        """Raise `RequestRefused`, `RequestTimeout` and `PeerLost`."""
         timeout_s = timeout_s or self._request_timeout_s
         return await self._open_client().ask(message, timeout_s=timeout_s)
 
@@ -147,8 +137,7 @@ class Connection:
     ) -> None:
         """Send a request; ``on_reply`` receives its reply or error, before later notices.
 
-        An infinite ``timeout_s`` lasts as long as the connection. Raises `ClosedError` before the
-        connection is open, and the reason of its end afterwards.
+        An infinite ``timeout_s`` lasts as long as the connection. Raises why there is none.
         """
         timeout_s = timeout_s or self._request_timeout_s
         self._open_client().send(message, timeout_s=timeout_s, on_reply=on_reply)
@@ -223,9 +212,9 @@ class Connection:
 
 
 class ReconnectingConnection:
-    """A connection that reopens after each loss; ``name`` is for logs.
+    """A connection that reopens after each loss.
 
-    Each new one runs ``register``, then ``on_open``, then ``on_change``; a loss runs ``on_change``.
+    Each new one runs ``register``, ``on_open`` and ``on_change``; a loss runs ``on_change``.
     """
 
     def __init__(
@@ -256,7 +245,7 @@ class ReconnectingConnection:
 
     @property
     def latest(self) -> Connection:
-        """The last connection, perhaps lost. Raises `problem` before the first."""
+        """Perhaps lost. Raises `problem` before the first."""
         if self._latest is None:
             error = self._problem or ClosedError(f"{self._name} is not open yet")
             raise error.with_traceback(None)  # one error, raised often

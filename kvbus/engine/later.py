@@ -21,9 +21,7 @@ log = logging.getLogger("kvbus.engine")
 class Completion(Generic[T]):
     """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop.
 
-    A waiter that gives up cancels nothing. Callbacks are released once called, as they often refer
-    back to this object. ``runner`` produces the result: `wait` in its event loop raises
-    `LocalError`.
+    A waiter that gives up cancels nothing.
     """
 
     __slots__ = ("_calls", "_error", "_lock", "_runner", "_value", "is_observed")
@@ -34,7 +32,6 @@ class Completion(Generic[T]):
         self._runner = runner
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] | None = []
-        """None once settled."""
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -50,7 +47,6 @@ class Completion(Generic[T]):
         return value
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Return the error or None; block as `wait` does."""
         if not self.done():
             if self._runner is not None and timeout_s != 0:
                 self._runner.check_may_wait()
@@ -64,9 +60,9 @@ class Completion(Generic[T]):
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block for the result; raise its error, or `TimeoutError` after ``timeout_s``.
+        """Block for the result; raise its error, or `TimeoutError`.
 
-        Raises `LocalError` in the link's event loop, where it would block for ever.
+        Raises `LocalError` in the link's event loop, which would block for ever.
         """
         self.is_observed = True
         return self.result(timeout_s)
@@ -81,10 +77,7 @@ class Completion(Generic[T]):
         return self.result()
 
     def add_callback(self, call: Callable[[], object]) -> None:
-        """Run ``call`` where the result arrives, or now if it has; it must not block.
-
-        Its exceptions are logged.
-        """
+        """Run ``call`` where the result arrives, or now if it has; it must not block."""
         self.is_observed = True
         self.then(call)
 
@@ -97,7 +90,6 @@ class Completion(Generic[T]):
         _make(call)
 
     def settle(self, outcome: T | BaseException) -> None:
-        """Set the outcome; only the first counts."""
         with self._lock:
             if self._calls is None:
                 return
@@ -118,8 +110,6 @@ def _make(call: Callable[[], object]) -> None:
 
 
 class Handle:
-    """An operation that ends; its blocks are free then or later."""
-
     ended: Completion[Any]
     freed: Completion[None] | None = None
     """None when the blocks are free at the end."""
@@ -144,10 +134,7 @@ H = TypeVar("H", bound=Handle)
 # ① finds `freed` unsettled and sets `awaits_report`: the second `note` adds the handle again. If ①
 # comes after the second `settle`, it reports both states, and the second `note` adds nothing.
 class EndedQueue(Generic[H]):
-    """Queue of ended handles that the engine does not observe.
-
-    Before the first `take`, it keeps no handle alive.
-    """
+    """Ended handles that the engine does not observe; weak references before the first `take`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,7 +185,7 @@ class Runner:
         self._loop = loop
 
     def post(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in the loop: now in its own thread, later from others. Errors are logged.
+        """Run ``call`` in the loop: now in its own thread, later from others.
 
         Raises `ClosedError` before the loop starts and after it ends.
         """
@@ -213,7 +200,6 @@ class Runner:
             self._loop.call_soon_threadsafe(call)
 
     def check_may_wait(self) -> None:
-        """Raise `LocalError` in the loop, which would wait for itself."""
         if self._loop is not None and running_loop() is self._loop:
             raise LocalError(
                 "cannot wait here: this event loop runs the link and would block itself; use "
@@ -229,10 +215,7 @@ class Runner:
         asyncio.get_running_loop().create_task(self._run(call, later))
 
     async def aclose(self) -> None:
-        """Cancel all calls, from the loop, and reject new ones. Idempotent.
-
-        It cancels scopes, as a cancelled task does not wait for its shielded parts.
-        """
+        """Cancel scopes, as a cancelled task does not wait for its shielded parts."""
         with self._lock:
             self._is_closed = True
         for _ in range(2):  # queued calls run, and their tasks start

@@ -46,25 +46,21 @@ CELLS_ID = "kvbus-cells"
 class Link:
     """A link between an engine and the agent at ``attach_path``.
 
-    Open it with ``with`` or ``async with``. It closes ``memory``, that of the ranks in this
-    process; close links that share it together. With ``control`` False, this is a worker's link,
-    without the scheduler. ``role`` refuses an agent of the other role. ``others`` lists this
-    engine's ranks at other agents, by peer endpoint. ``access`` is one secret (`new_secret`) of all
-    these links, for requests about a rank outside the engine's home. ``request_timeout_s`` bounds
-    replies, and retries at a full agent.
+    It closes ``memory``, that of the ranks in this process. With ``control`` False, this is a
+    worker's link, without the scheduler. ``others`` lists this engine's ranks at other agents, by
+    peer endpoint. ``access`` is one secret (`new_secret`) of all these links. ``request_timeout_s``
+    bounds replies, and retries at a full agent.
 
-    The link reconnects when its agent restarts: it registers again, publishes live offers again,
-    and repeats live fetches. A fetch ends at its deadline. An offer ends at its ``ttl_s``, but not
-    before ``agent_wait_s``.
+    When its agent restarts, the link registers again, publishes live offers and repeats live
+    fetches. Without an agent, an offer ends at its ``ttl_s``, but not before ``agent_wait_s``.
 
     Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
-    `start` does not wait; see `wait_open` and `problem`. ``with`` and `start` use a new thread.
-    ``async with`` uses the running event loop: do not block it for long. Calls are safe in any
-    thread and event loop; only `wait_open`, `close` and entering block.
+    ``with`` and `start` use a new thread; ``async with`` uses the running event loop, which must
+    not block for long. Calls are safe in any thread and event loop; only `wait_open`, `close` and
+    entering block.
 
-    To wait for an end, use ``offer.ended.wait()`` in a thread, or ``await offer.ended`` in an event
-    loop. ``add_callback`` runs a function in the link's thread or loop. For step loops, see
-    `ended`.
+    To wait for an end, use ``offer.ended.wait()`` in a thread, ``await offer.ended``, or
+    ``add_callback``. For step loops, see `ended`.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class Link:
         self._thread: threading.Thread | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
-        """Start to attach, in the running ``loop`` or a new thread. Call once; never blocks."""
+        """Attach in the running ``loop`` or a new thread. Call once; never blocks."""
         link_loop = loop or asyncio.new_event_loop()
         self.runner.begin(link_loop)
         self._keeper = link_loop.create_task(self._keep())
@@ -165,10 +161,9 @@ class Link:
         await self.aclose()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Detach from the agent, end all operations, and wait up to ``timeout_s``. Idempotent.
+        """Detach, end all operations, and wait up to ``timeout_s``. Idempotent.
 
-        In a callback it does not wait. Raises `LocalError` in an event loop of the engine: use
-        ``await aclose()``.
+        In a callback it does not wait. In an event loop of the engine, use ``await aclose()``.
         """
         if self._thread is None and self._keeper is not None:
             raise LocalError("this link runs in an event loop of the engine: use 'await aclose()'")
@@ -218,25 +213,23 @@ class Link:
 
     @property
     def num_opened(self) -> int:
-        """Number of connections so far."""
         return self._kept[-1].num_opened
 
     @property
     def connection(self) -> Connection:
-        """The latest connection, for requests without a method here; it may be lost.
+        """The latest connection, perhaps lost, for requests without a method here.
 
-        It is that of the scheduler, or of the last rank. Raises the reason when there was none yet.
+        It is that of the scheduler, or of the last rank. Raises `problem` when there was none yet.
         """
         return self._kept[-1].latest
 
     @property
     def agent(self) -> Welcome:
-        """The latest agent; raises the reason when there was none yet."""
+        """Raises `problem` when there was none yet."""
         return self.connection.agent
 
     @property
     def role(self) -> AgentRole:
-        """The latest agent's role; raises the reason when there was none yet."""
         return self.agent.role
 
     def when_changed(self, call: Callable[[], None]) -> None:
@@ -254,11 +247,8 @@ class Link:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
         Returns immediately. Do not write to the blocks or reuse them before `Offer.ended`; unfilled
-        ones are writable until `Offer.extend` names them. A state has one block.
-
-        Raises `GeometryError` for ids that are not unsigned 32-bit integers, and for a first block
-        without a table. The offer raises the agent's refusal, after ``request_timeout_s`` if it is
-        full or silent.
+        ones are writable until `Offer.extend` names them. A state has one block. Raises
+        `GeometryError` for invalid ids. The offer raises the agent's refusal.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._request_timeout_s)
@@ -276,16 +266,14 @@ class Link:
     ) -> Fetch:
         """Fetch tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
-        Each group lists exactly the blocks of its `GroupSpec.positions`. These are all of these
-        tokens, with a window those among the last ``window`` of ``num_tokens``, for a state one
-        block. Groups without positions may be absent. Without ``num_tokens``, it takes all tokens
-        of the sealed offer that fit (`Fetched.num_tokens`); not for engines with windows, or with
-        ranks at other agents.
+        Each group lists exactly the blocks of its `GroupSpec.positions`. Without ``num_tokens``, it
+        takes all tokens of the sealed offer that fit (`Fetched.num_tokens`); not for engines with
+        windows, or with ranks at other agents.
 
         Returns immediately; `Fetch.ended` has the result, with stage ``requested`` for a refusal. A
         full agent is retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the
-        fetch after that time, with stage ``silent``. Raises `GeometryError` for ids that are not
-        unsigned 32-bit integers, and for unknown groups.
+        fetch after that time, with stage ``silent``. Raises `GeometryError` for invalid ids and
+        unknown groups.
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         fetch.on_end = self._over.note
@@ -295,19 +283,18 @@ class Link:
     def release(self, ticket: Mapping[str, Any]) -> None:
         """Release the offer of this ticket or rendezvous, also after a failed fetch.
 
-        Returns immediately, never raises, and works outside the link's lifetime. The link retries
-        at this agent and the next; otherwise the offer expires.
+        Returns immediately, never raises, and works outside the link's lifetime.
         """
         self._fetches.releases.add(dict(ticket))
 
     def ended(self) -> list[Offer | Fetch]:
         """Return the offers and fetches that ended since the last call; never blocks.
 
-        Each is reported once, except those with a waiter or a callback. If the blocks of a fetch
-        were not free, it is reported again when they are, or when no agent can confirm it.
+        Each is reported once, except those with a waiter or a callback. A fetch whose blocks were
+        not free is reported again when they are, or when no agent can confirm it.
 
-        Call it in each step, or never: from the first call on, the link keeps ended handles until
-        the next.
+        Call it in each step, or never: after the first call, the link keeps ended handles until the
+        next.
         """
         return self._over.take()
 
@@ -315,7 +302,6 @@ class Link:
         """Make the agent's copies wait for the work so far on ``stream``, by default the current.
 
         With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Does not block.
-        Raises `LocalError` without CUDA memory here.
         """
         events = [rank.event for rank in self._ranks if rank.event is not None]
         if not events:
@@ -326,7 +312,6 @@ class Link:
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger
     ) -> list[ReconnectingConnection]:
-        """Make the memory session of each rank, then that of the scheduler."""
         keep = partial(
             ReconnectingConnection, self._connect, on_change=self._note_change, logger=logger
         )
@@ -341,11 +326,7 @@ class Link:
         return kept
 
     def _new_cells(self) -> SharedSegment | None:
-        """Allocate a page of cells, if all ranks are in this process and on the host.
-
-        Readers of this machine map the page. This process must close a cell before it writes to the
-        blocks.
-        """
+        """This process must close a cell before it writes to the blocks: all ranks must be here."""
         storages = [one for memory in self._memory for one in memory.storages.values()]
         on_host = not any(isinstance(one, CudaStorage) for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
@@ -354,7 +335,7 @@ class Link:
         )
 
     async def _register(self, connection: Connection) -> None:
-        """Register the scheduler; after the first time, wait for the ranks without a limit."""
+        """After the first time, wait for the ranks without a limit."""
         role, offers = connection.agent.role, self._offers
         self._fetches.greeted(connection)
         republishes = role is AgentRole.PREFILL and offers.republishes

@@ -46,7 +46,7 @@ from kvbus.protocol.tools import known_trace
 BlockIds = Mapping[str, npt.ArrayLike]
 """By group, in order of position."""
 ENDED_KEPT_S = 60.0
-"""The next agent gets a committed offer, as its reader may repeat the request."""
+"""The reader of a committed offer may repeat its request at the next agent."""
 AGENT_ENDS = (
     ErrorCode.DRAINING,
     ErrorCode.CLOSED,
@@ -54,33 +54,30 @@ AGENT_ENDS = (
     ErrorCode.ENGINE_LOST,
     ErrorCode.NOT_REGISTERED,
 )
-"""Refusals after which the next agent gets the offer."""
 
 
 class OfferOptions(TypedDict, total=False):
     """Options of `Link.offer`."""
 
     sealed: bool
-    """True by default; False for an open offer: `Offer.extend` and `Offer.seal` follow."""
+    """True by default; after False, `Offer.extend` and `Offer.seal` follow."""
     ttl_s: float | None
     """Time to wait for a reader; None lets the agent choose."""
     first_blocks: Mapping[str, int] | None
-    """Index in the request of each table's first block, by group: a window may have kept only its
-    tail."""
+    """Index in the request of each table's first block, for windows."""
     audience: str
     """With signed tickets: the decode engine or agent that may use this one."""
     prompt_digest: str
-    """See `prompt_digest`; a fetch with another one is refused."""
+    """A fetch with another `prompt_digest` is refused."""
     transfer_id: str | None
-    """A secret name of the offer, sent by a router to both engines (`Rendezvous`).
+    """A secret name, sent by a router to both engines (`Rendezvous`).
 
     It gives access to the ticket, also before the offer is made. The error ``offer_exists`` means
-    that the name was used, ``cancelled`` that the reader has declined."""
+    that it was used, ``cancelled`` that the reader has declined."""
     readers: int
-    """Number of readers, 1 by default; each gets everything. The blocks are free when all have it,
-    or after ``ttl_s``."""
+    """1 by default; each gets everything."""
     traceparent: str
-    """W3C trace of the request, for the ticket; ignored if invalid."""
+    """W3C trace of the request; ignored if invalid."""
 
 
 class Offer(PendingRequest[MakeOffer]):
@@ -89,9 +86,8 @@ class Offer(PendingRequest[MakeOffer]):
     Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
     error ends the offer and is its `error`. ``await`` it until it is made.
 
-    Without an agent, calls wait; `withdraw` ends the offer immediately, and ``ttl_s`` still counts.
-    ``ended`` raises if the offer was refused, and `ClosedError` after the link closed. If a stopped
-    agent does not reply, the offer has an `error`; it ends when the agent exits or reports the end.
+    ``ended`` raises a refusal, and `ClosedError` after the link closed. With a stopped agent, the
+    offer has an `error`, and ends when the agent exits or reports the end.
     """
 
     def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
@@ -104,7 +100,6 @@ class Offer(PendingRequest[MakeOffer]):
         self._connection: Connection | None = None
         self._made = OfferMade("", {})
         self._changes: list[ExtendOffer | SealOffer] = []
-        """Not in ``message`` yet."""
         self._waiting: list[Callable[[], None]] = []
         self._unanswered: list[Completion[None]] = []
         self._cells: CellNames | None = None
@@ -114,7 +109,6 @@ class Offer(PendingRequest[MakeOffer]):
         self.is_away = self.is_withdrawn = False
         """Without an agent; withdrawn by its engine."""
         self.on_withdrawn: Callable[[Offer], None] = lambda _: None
-        """Called for an offer that is away."""
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -124,8 +118,7 @@ class Offer(PendingRequest[MakeOffer]):
     def ticket(self) -> dict[str, Any]:
         """The JSON-able ticket for the decode engine; blocks until it exists. Raises the refusal.
 
-        In an event loop, ``await`` the offer first: otherwise this raises `LocalError` in the
-        link's loop.
+        In an event loop, ``await`` the offer first.
         """
         self.made.wait()
         return dict(self._made.ticket)
@@ -150,8 +143,7 @@ class Offer(PendingRequest[MakeOffer]):
     ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids that
-        are not unsigned 32-bit integers.
+        ``first_blocks`` is for groups without a table. Raises `GeometryError` for invalid ids.
         """
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= _ends(tables)
@@ -162,7 +154,7 @@ class Offer(PendingRequest[MakeOffer]):
         return self._send(SealOffer)
 
     def withdraw(self) -> Completion[None]:
-        """End the offer, because its request was aborted; `ended` follows."""
+        """End the offer of an aborted request; `ended` follows."""
         return self._send(WithdrawOffer)
 
     def ticket_naming(
@@ -201,10 +193,7 @@ class Offer(PendingRequest[MakeOffer]):
             self.withdraw()
 
     def detach(self, agent_wait_s: float) -> tuple[int, ...]:
-        """Return the mark of a commit in the cell, if any; afterwards no reader commits.
-
-        The offer waits at least ``agent_wait_s`` for the next agent, the first time.
-        """
+        """Return the mark of a commit in the cell, if any; afterwards no reader commits."""
         self._connection, self.is_away = None, bool(self._made.offer_id)
         if not self._has_waited:
             self._has_waited = True
@@ -270,7 +259,6 @@ class Offer(PendingRequest[MakeOffer]):
             call()
 
     def _close_cell(self) -> tuple[int, ...]:
-        """Return the mark of a commit in it."""
         if self._cells is None or not self.message.cell:
             return ()
         commits = self._cells.close(self.message.cell)
@@ -380,7 +368,6 @@ class Offers(RequestRetrier[Offer]):
     def __init__(self, cells: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
-        """By offer id, until the end."""
         self._asked: dict[Offer, None] = {}
         """Those that an agent may make."""
         self._expiries: dict[Offer, asyncio.TimerHandle] = {}
@@ -393,12 +380,11 @@ class Offers(RequestRetrier[Offer]):
         return bool(self._offers or self._asked or self._ended)
 
     def ended_lately(self) -> tuple[EndedOffer, ...]:
-        """Committed offers, for readers that repeat their request."""
+        """For readers that repeat their request."""
         since = time.monotonic() - ENDED_KEPT_S
         return tuple(ended for at, ended in self._ended if at >= since)
 
     def check_memory(self, memory: str) -> None:
-        """End all offers unless they lie in this memory."""
         if self._memory not in ("", memory):
             for offer in list(self._offers.values()):
                 message = "a rank of the engine has other memory than when the offer was made"
@@ -496,7 +482,6 @@ class Offers(RequestRetrier[Offer]):
     def _on_published_again(
         self, offer: Offer, connection: Connection, reply: OfferMade | KVBusError
     ) -> None:
-        """After a drain or loss of the agent, wait for the next one."""
         if not isinstance(reply, KVBusError):
             offer.begin(connection, reply)
         elif connection.lost is None and reply.code not in NOT_BEGUN:
@@ -528,7 +513,7 @@ class Offers(RequestRetrier[Offer]):
 def offer_message(
     request_id: str, num_tokens: int, block_ids: BlockIds, **options: Unpack[OfferOptions]
 ) -> MakeOffer:
-    """Copy the ids; raise `GeometryError` as `Link.offer` does."""
+    """Copy the ids; raise `GeometryError`."""
     fields: dict[str, Any] = {**options}
     first_blocks = fields.pop("first_blocks", None)
     if without := sorted((first_blocks or {}).keys() - block_ids.keys()):
@@ -557,7 +542,6 @@ def check_groups(engine: EngineSpec, named: Iterable[str]) -> None:
 def tables_of(
     block_ids: BlockIds, first_blocks: Mapping[str, int] | None = None
 ) -> dict[str, BlockTable]:
-    """Copy the ids; raise `GeometryError` for invalid ones."""
     firsts = first_blocks or {}
     return {
         group: BlockTable.of(ids, first_block=firsts.get(group, 0))

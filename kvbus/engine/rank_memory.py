@@ -38,10 +38,10 @@ P = TypeVar("P", bound=Place)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The contents of one rank's memory, and the storages that an agent maps.
+    """One rank's memory, and the storages that an agent maps, by segment id.
 
-    ``storages`` are by segment id. With ``direct`` False, NIXL and the NIC never pin the memory:
-    its KV passes through the agent's slots, as that of CUDA memory always does.
+    With ``direct`` False, NIXL and the NIC never pin it: its KV passes through the agent's slots,
+    as that of CUDA memory always does.
     """
 
     rank: RankSpec
@@ -62,8 +62,7 @@ class RankMemory:
     ) -> "RankMemory":
         """Allocate zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
 
-        ``num_blocks`` is for all groups, or by group. Without huge pages on the machine, it logs a
-        warning. Raises `SegmentError` when memory is short, and for an unknown device.
+        ``num_blocks`` is for all groups, or by group. Raises `SegmentError` when memory is short.
         """
         spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
         (segment,) = spec.segments
@@ -95,10 +94,7 @@ class RankMemory:
 
 
 class KvCache:
-    """A rank's KV cache: a torch view for each layer and part.
-
-    The views share ``buffer``, one row of uint8 that the agent reads and writes.
-    """
+    """A torch view of ``buffer`` (one row of uint8) for each layer and part."""
 
     def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
         self.rank = rank
@@ -110,19 +106,19 @@ class KvCache:
                     self._views[layer, part] = tensor[:, number, at]
 
     def view(self, layer: int, part: str) -> torch.Tensor:
-        """Return one part of one layer: [block, token, head, dim] with the layout's strides.
+        """Return [block, token, head, dim] with the layout's strides.
 
-        For a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when this rank does
-        not hold it.
+        For a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` for another rank's
+        layer.
         """
         return self._views[layer, part]
 
 
 def region_tensor(engine: EngineSpec, region: Region, buffer: torch.Tensor) -> torch.Tensor:
-    """Return the region as [block, layer, part, token, head, dim], in its dtype and strides.
+    """Return [block, layer, part, token, head, dim], in the region's dtype and strides.
 
-    It shares ``buffer``, the region's segment as one row of uint8. Raises `GeometryError` when the
-    region exceeds it, or is not aligned to its dtype.
+    It shares ``buffer``, the segment as uint8. Raises `GeometryError` when the region exceeds it,
+    or is not aligned.
     """
     name = engine.group(region.group).dtype
     itemsize, dtype = DTYPE_SIZES_BYTES[name], getattr(torch, name)
@@ -152,16 +148,13 @@ def describe_tensors(
     """Share the engine's own tensors as the memory of ``rank``.
 
     Keys are ``(layer, part)`` such as ``(0, "k")``, or a layer for all parts along the axis ``kv``.
-    A group's name as the layer means all of its layers in this rank, along the axis ``layer``.
-    ``axes`` names the axes of each tensor in order, for all groups or by group: ``block``,
-    ``layer``, ``kv``, ``token``, ``head``, ``dim``; absent ones have size 1. Views may have any
-    strides; ``unflatten`` a combined axis of blocks and tokens. A state has ``block``, ``head`` for
-    its units, and ``dim``.
+    A group's name means all of its layers in this rank, along the axis ``layer``. ``axes`` names
+    the axes of each tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``,
+    ``token``, ``head``, ``dim``; absent ones have size 1. Views may have any strides. A state has
+    ``block``, ``head`` for its units, and ``dim``.
 
     CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
-    before any moves. Raises `GeometryError` with the tensor's key for unknown axes, wrong sizes or
-    dtypes, overlapping elements and missing layers. Raises `SegmentError` for memory that cannot be
-    shared.
+    before any moves. Raises `GeometryError` and `SegmentError`.
     """
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}

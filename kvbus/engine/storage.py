@@ -1,8 +1,4 @@
-"""Shared memory for tensors: a CPU tensor moves there in place, a GPU tensor stays.
-
-Only memory that torch owns alone may move: numpy, a library or another process would silently lose
-it.
-"""
+"""Shared memory for tensors: a CPU tensor moves there in place, a GPU tensor stays."""
 
 import errno
 import os
@@ -21,8 +17,7 @@ _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so 
 class SharedStorage(TorchStorage):
     """A torch storage in shared memory, with its own descriptor; made by ``share_tensor``.
 
-    The file cannot be sealed (``sealed=False`` at the agent). The memory lives as long as a tensor,
-    this object or a mapping.
+    The file cannot be sealed. The memory lives as long as a tensor, this object or a mapping.
     """
 
     def __init__(self, storage: torch.UntypedStorage, fd: int) -> None:
@@ -35,7 +30,7 @@ class SharedStorage(TorchStorage):
         return self._fd
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. Tensors keep their memory."""
+        """Close the descriptor; tensors keep their memory."""
         if not self.closed:
             os.close(self._fd)
         super().close()
@@ -50,9 +45,8 @@ class SharedStorage(TorchStorage):
 def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
     """Move the tensor's storage to shared memory, once; all views follow. A GPU tensor stays.
 
-    Values, shapes, strides, identities, parameters and gradients stay; ``data_ptr()`` changes.
-    Share before a raw address is kept (DLPack, a compiled graph, a pinned registration), and while
-    no thread writes. The move briefly needs the memory twice. Raises ``SegmentError``.
+    Only ``data_ptr()`` changes. Share before a raw address is kept (DLPack, a compiled graph, a
+    pinned registration), and while no thread writes. The move briefly needs the memory twice.
     """
     if tensor.device.type == "cuda":
         return share_cuda_tensor(tensor)
@@ -68,10 +62,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
 
 
 def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage | CudaStorage]:
-    """Share all distinct storages, in order of appearance; on `SegmentError`, close all.
-
-    Moved tensors stay moved.
-    """
+    """Share all distinct storages, in order of appearance; on `SegmentError`, close all."""
     shared: dict[int, SharedStorage | CudaStorage] = {}
     try:
         for tensor in tensors:
@@ -132,7 +123,7 @@ def _mapped_file_name(address: int) -> str:
 
 
 def _check_room(size_bytes: int) -> None:
-    """Raise `SegmentError` with advice, before torch fails or the kernel kills the process."""
+    """Raise advice before torch fails or the kernel kills the process."""
     check_memory(size_bytes)
     room = os.statvfs(_SHARED_MEMORY_FOLDER)
     available_bytes = room.f_bavail * room.f_frsize

@@ -1,1 +1,1 @@
-"""CURVE keys and trust: key files, the file of trusted public keys, and ``kvbus keys``."""
+"""CURVE keys: key files, the file of trusted public keys, and ``kvbus keys``."""

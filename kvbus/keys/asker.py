@@ -1,4 +1,4 @@
-"""Command-line options for the keys of a tool and of agents."""
+"""Command-line options for keys."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,7 @@ ServerKeys = Annotated[
 def curves_of(
     key_file: Path | None, server_keys: list[str], num_agents: int
 ) -> tuple[KeyPair | None, list[str]]:
-    """Return our keys and each agent's public key, or none; raises `ConfigError`."""
+    """Raise `ConfigError`."""
     if key_file is not None and len(server_keys) != num_agents:
         raise ConfigError(
             f"--server-key: given {len(server_keys)} times for {num_agents} agents; an agent with "
@@ -53,7 +53,7 @@ def curves_of(
 
 
 def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:
-    """Return the CURVE keys, None if no option is given. Raises `ConfigError` for only one."""
+    """Return None without options. Raises `ConfigError` for only one."""
     if bool(key_file) != bool(server_key):
         missing = "--server-key" if key_file else "--key-file"
         raise ConfigError(f"{missing}: needed as well; an agent with keys is asked with both")

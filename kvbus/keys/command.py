@@ -17,7 +17,7 @@ from kvbus.protocol.message import Role
 
 MAX_PROBLEMS = 3
 DASH_FIRST = {"ignore_unknown_options": True}
-"""One public key in 85 begins with a dash, and must not be parsed as an option."""
+"""One public key in 85 begins with a dash."""
 
 keys = typer.Typer(
     help="Make, show, trust and revoke the CURVE keys of agents, routers and tools.",

@@ -1,7 +1,4 @@
-"""Files of secret and public keys.
-
-Unsafe permissions and invalid keys are refused. No error message contains a secret.
-"""
+"""Files of keys; no error message contains a secret."""
 
 import json
 import os
@@ -50,7 +47,7 @@ def read_public(path: Path) -> str:
 
 
 def write_secret(path: Path, pair: KeyPair) -> None:
-    """Create a file with mode 0600; raises `ConfigError`, also if it exists."""
+    """Raise `ConfigError`, also if it exists."""
     text = (
         "# The secret key of a kvbus agent or tool: nobody else may read it. Others trust\n"
         "# public_key: kvbus keys trust FILE KEY --name NAME --role ROLE\n"
@@ -60,17 +57,15 @@ def write_secret(path: Path, pair: KeyPair) -> None:
 
 
 def key_options(key_file: str, server_key: str) -> str:
-    """Return options, after a space, for commands to an agent with this key."""
     if not (key_file and server_key):
         return ""
     return f" --key-file {quote(key_file)} --server-key={quote(server_key)}"
 
 
 def require_unwritable(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` if another user could change the file at ``path``.
+    """Raise `ConfigError` if another user could change the file.
 
-    Modes are ignored on a read-only file system: the folders of a ConfigMap or a Secret that
-    Kubernetes mounts have mode 0777.
+    On a read-only file system, the folders of a mounted ConfigMap or Secret may have mode 0777.
     """
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} belongs to uid {status.st_uid}, neither to us nor to root")
@@ -79,10 +74,7 @@ def require_unwritable(path: Path, status: os.stat_result) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` if another user can read or change the file.
-
-    Our group may read a file of root, such as a Kubernetes secret.
-    """
+    """Our group may read a file of root, such as a Kubernetes secret."""
     require_unwritable(path, status)
     lent = status.st_uid == 0 and os.geteuid() != 0
     if status.st_mode & (0o007 if lent else 0o077):
@@ -139,7 +131,6 @@ def _put(path: Path, text: str, mode: int, move: Callable[[str, Path], None]) ->
 
 
 def read(path: Path, check: Check, most_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content if the opened file passes ``check``; raises `ConfigError`."""
     try:
         with path.open("rb") as file:
             check(path, os.fstat(file.fileno()))

@@ -46,11 +46,11 @@ class TrustedKey:
 
 
 Line = tuple[str, TrustedKey | ConfigError | None]
-"""The text of a line, and its key or its error; None for a comment or an empty line."""
+"""With a key, an error, or None for a comment or an empty line."""
 
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
-    """Append a line; create a missing file. Raises `ConfigError`, also if the name exists."""
+    """Raise `ConfigError`, also if the name exists."""
     with _locked(path, create=True) as file:
         lines = _lines(file)
         if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
@@ -59,7 +59,7 @@ def write_trusted(path: Path, trusted: TrustedKey) -> None:
 
 
 def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
-    """Remove the lines with this name or key, and return them; raises `ConfigError`."""
+    """Remove and return the lines with this name or key."""
     with _locked(path) as file:
         lines = _lines(file)
         found = [one for _, one in lines if isinstance(one, TrustedKey)]
@@ -70,10 +70,7 @@ def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
 
 
 class TrustedKeys:
-    """The trusted keys in a file, as of the last `refresh`; ``problems`` lists the skipped lines.
-
-    Call `refresh` from one thread at a time; other threads may read meanwhile.
-    """
+    """As of the last `refresh`, which one thread at a time may call; others may read meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +90,7 @@ class TrustedKeys:
         return next((one.name for one in self._keys if one.key == key), "")
 
     def refresh(self) -> frozenset[str] | None:
-        """Read a changed file; return the keys that lost a role, or None if nothing has changed.
+        """Return the keys that lost a role, or None if the file has not changed.
 
         A file that stays unreadable counts as unchanged.
         """

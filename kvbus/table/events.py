@@ -1,6 +1,6 @@
-"""Events and commands that the tables of both agents share: values without behaviour.
+"""Events and commands that the tables of both agents share.
 
-``reply_to`` identifies the request to answer, for the agent.
+``reply_to`` identifies the request to answer.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ class Value(Redacted, frozen=True):
 
 
 class EngineLost(Value, frozen=True):
-    """A local engine is lost: its requests end, without a reply."""
+    """Its requests end, without a reply."""
 
     engine_id: str
 
@@ -32,14 +32,10 @@ class DeadlinePassed(Value, frozen=True):
 
 
 class SendReply(Value, frozen=True):
-    """Answer the request with ``ok`` and this body."""
-
     reply_to: Any
     body: Message
 
 
 class Refuse(Value, frozen=True):
-    """Answer the request with this error."""
-
     reply_to: Any
     error: KVBusError

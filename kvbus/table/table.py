@@ -4,8 +4,7 @@
                           ──▶ TRANSITIONS[entry.state, kind of event] ──▶ commands, in order
                           ──▶ the entry's next deadline is set, or the entry is retired
 
-It has no clock, socket, log or random numbers: it turns events and times into commands. A `Driver`
-feeds a table in an event loop and runs its commands.
+It has no clock, socket, log or random numbers. A `Driver` feeds it and runs its commands.
 """
 
 import heapq
@@ -32,11 +31,11 @@ T = TypeVar("T")
 
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
-"""Approximate memory of a retired entry and of a step, on Python 3.12."""
+"""Of a retired entry and of a step, on Python 3.12."""
 KEPT_S, KEPT_ANYWAY = 60.0, 1024
-"""Retired entries kept: this long if the bounds allow it, and this many for longer."""
+"""Retired entries: this long if the bounds allow it, and this many for longer."""
 MOST_NAMESAKES = 64
-"""Retired entries found by name; many may share one, as engines choose it."""
+"""Found by name: engines may reuse one often."""
 
 Handler = Callable[..., list[Any]]
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
@@ -45,8 +44,6 @@ Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Transition(Generic[S]):
-    """``handler(entry, event, context)`` returns the commands, in order."""
-
     handler: Handler
     to: tuple[S, ...]
 
@@ -101,7 +98,6 @@ class History:
         self.kept_bytes = ENTRY_BYTES + STEP_BYTES * len(texts) + sum(texts)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each kept step, with the time since the first of them."""
         started_at = self._steps[0][0] if self._steps else 0.0
         for time_s, part, event, state, commands, error in self._steps:
             names = ", ".join(command.__name__ for command in commands) or "-"
@@ -110,11 +106,7 @@ class History:
 
 
 class Entry(Protocol):
-    """An entry of a table, named by ``key``, with a member of a `StrEnum` as its ``state``.
-
-    The table applies `DeadlinePassed` at ``due_at``. When ``is_over``, ``retire`` frees what only a
-    live entry needs.
-    """
+    """An entry of a table, named by ``key``. `DeadlinePassed` is applied at ``due_at``."""
 
     history: History
 
@@ -147,7 +139,6 @@ class Deadlines(Generic[K]):
         self._order = 0
 
     def set(self, key: K, when: float | None) -> None:
-        """Replace the deadline of ``key``; None removes it."""
         if when is None:
             self._when.pop(key, None)
             return
@@ -192,15 +183,14 @@ class Table(Generic[K, N, L, C]):
     def handle(self, event: Any, now: float) -> list[C]:
         """Apply ``event`` and return the agent's commands, in order.
 
-        Entries that are due by ``now`` expire first, even without a `DeadlinePassed` before: a late
-        event is always late.
+        Entries that are due expire first, even without `DeadlinePassed`: a late event is always
+        late.
         """
         if now < self.deadlines.bound:
             return self._handle(event, now)
         return self._expire(now) + self._handle(event, now)
 
     def _handle(self, event: Any, now: float) -> list[C]:
-        """Apply ``event``; nothing is due."""
         raise NotImplementedError
 
     def find(self, key: K) -> N | None:
@@ -209,17 +199,17 @@ class Table(Generic[K, N, L, C]):
     # Live entries number a few thousand and are scanned. Retired ones are too many to scan on the
     # event loop (tens of ms).
     def named(self, name: str) -> list[N]:
-        """Return the live and the last retired entries of this name, oldest first."""
+        """Oldest first, with the last retired ones."""
         retired = [self.retired[key] for key in self._retired_as.get(name, ())]
         return retired + [one for one in self.live.values() if name in self._names_of(one)]
 
     def newest(self, number: int) -> list[N]:
-        """Return up to ``number`` entries: live ones first, the newest of each first."""
+        """Live ones first, the newest of each first."""
         newest = chain(reversed(self.live.values()), reversed(self.retired.values()))
         return list(islice(newest, number))
 
     def _names_of(self, _entry: N) -> tuple[str, ...]:
-        """Names to find an entry by; entries may share them."""
+        """Entries may share names."""
         return ()
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
@@ -289,7 +279,6 @@ class Promise(Generic[E]):
         self._driver, self._failed, self.is_kept = driver, failed, False
 
     def __call__(self, event: E) -> None:
-        """Dispatch ``event``; raises `RuntimeError` the second time."""
         if self.is_kept:
             raise RuntimeError(f"a command is answered twice: {type(event).__name__}")
         self.is_kept = True
@@ -305,23 +294,19 @@ class Promise(Generic[E]):
 
 
 class Clock(Protocol):
-    """The part of an event loop that a driver needs."""
-
     def time(self) -> float: ...
 
-    def call_at(self, when: float, callback: Callable[[], Any], /) -> Any:
-        """Schedule ``callback``; the result has a ``cancel``."""
-        ...
+    def call_at(self, when: float, callback: Callable[[], Any], /) -> Any: ...
 
     def call_soon_threadsafe(self, callback: Callable[[], object], /) -> Any: ...
 
 
 class Driver(Generic[E]):
-    """A loop that feeds ``table`` with events and runs its commands, in the event loop's thread.
+    """Feeds ``table`` with events and runs its commands, in the event loop's thread.
 
-    Its owner fills ``commands`` before the first event, and registers commands that cause an event
-    with `promise`. Replies go to the original call. ``on_defect`` receives exceptions of commands;
-    without it, `dispatch` raises them.
+    Before the first event, its owner fills ``commands``, and registers those that cause an event
+    with `promise`. ``on_defect`` receives exceptions of commands; without it, `dispatch` raises
+    them.
     """
 
     def __init__(
@@ -398,7 +383,7 @@ class Driver(Generic[E]):
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
     def fail_later(self, failure: Callable[[Exception], E]) -> None:
-        """Dispatch the ``failure`` of a command whose `Promise` was dropped; thread-safe."""
+        """A `Promise` was dropped; thread-safe."""
 
         def fail() -> None:
             if not self._is_stopped:
@@ -414,10 +399,7 @@ class Driver(Generic[E]):
         self._alarm, self._alarm_at = None, float("-inf")
 
     def _set_alarm(self) -> None:
-        """Keep one timer, at or before the next deadline; an early one checks again.
-
-        The event may have postponed the deadline of the bound, so search the exact one.
-        """
+        """Keep one timer, at or before the next deadline; an early one checks again."""
         when = self._table.deadlines.next()
         if when is None or when >= self._alarm_at:
             return
