@@ -1,7 +1,6 @@
 """Control of the UCX TCP ports: restrict them to the configured interfaces, and verify it.
 
-A peer that reaches such a port can access any memory of the data process, registered or not. By
-default UCX listens on every interface.
+A peer that reaches such a port can access any memory of the data process, registered or not.
 """
 
 import ipaddress
@@ -33,7 +32,6 @@ log = structlog.get_logger()
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
-"""NIXL may take minutes to register memory."""
 MAX_OPENS = 3
 """Data processes that may end before the start fails."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -51,7 +49,7 @@ class DataPlane:
     _asked_at: float | None = None
 
     async def open(self) -> None:
-        """Raise `TransferFailed`."""
+        """Open NIXL in a data process; raise `TransferFailed`."""
         await self.data.until_running()
         if self.data.is_open and self.data.nixl_error is None:
             return
@@ -126,7 +124,6 @@ class DataPlane:
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
     async def end_if_exposed(self) -> None:
-        """End this process if UCX listens outside of the interfaces."""
         with suppress(TransferFailed):
             await self.look()
         self._end_if_outside()

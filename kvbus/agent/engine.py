@@ -52,18 +52,15 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
-    """An engine; the agent of its control process is its home, ``others`` have ranks elsewhere."""
+    """The agent of its control process is its home; ``others`` have ranks elsewhere."""
 
     spec: EngineSpec
     control: EngineProcess | None = None
     others: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RegisteredRank] = field(default_factory=dict)
     memory_id: str = ""
-    """Changes when a rank registers here."""
     instance: str = ""
-    """Public name of the control session across restarts of this agent.
-
-    The boot id of that process is secret, as a credential on the engine socket."""
+    """Public name of the control session; the boot id of that process is secret."""
     republishes: bool = False
     num_missing_ranks: int = field(init=False)
     processes: list[EngineProcess] = field(default_factory=list)
@@ -91,7 +88,7 @@ class LocalEngine:
 
     @property
     def memory_name(self) -> str:
-        """A restart of this agent does not change it."""
+        """Name of the ranks' memory that survives a restart of this agent."""
         names = " ".join(f"{number}={name}" for number, name in sorted(self._memories.items()))
         return blake2b(names.encode(), digest_size=16).hexdigest()
 
@@ -130,7 +127,7 @@ class LocalEngine:
         )
 
     def num_blocks(self, group: str) -> int:
-        """`MAX_BLOCK_ID` + 1 if no rank has the group."""
+        """Return the smallest count; `MAX_BLOCK_ID` + 1 if no rank has the group."""
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
 

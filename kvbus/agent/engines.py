@@ -42,10 +42,10 @@ MAX_ENDED_NAMES = 4096
 
 class EngineUser(Protocol):
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """All of it has registered."""
+        """Called when all of it has registered."""
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """A process of it has ended."""
+        """Called when a process of it has ended."""
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can touch the memory of a lost engine."""
@@ -218,7 +218,6 @@ class EngineDirectory:
         return self.engines[engine_id]
 
     def register(self, wanted: Register, call: Call) -> None:
-        """Reply after the memory is registered with NIXL."""
         process = self.process_of(call)
         engine = self._join(process, wanted)
         if wanted.rank is None:

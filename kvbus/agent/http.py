@@ -201,10 +201,7 @@ class _Request(BaseHTTPRequestHandler):
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain"
 
     def handle(self) -> None:
-        """Read the head, keep at most `MAX_HEAD_BYTES`, then answer.
-
-        It reads up to four times as much: closing with unread bytes would reset the connection.
-        """
+        """Read more than `MAX_HEAD_BYTES`: closing with unread bytes would reset the connection."""
         head, more, until = b"", b" ", time.monotonic() + WHOLE_WITHIN_S
         while b"\r\n\r\n" not in head and len(head) <= 4 * MAX_HEAD_BYTES and more:
             self.request.settimeout(max(0.001, until - time.monotonic()))
@@ -240,7 +237,7 @@ class _Request(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Probes come every second."""
+        """Log nothing: probes come every second."""
 
     def _refusal(self) -> Page | None:
         token = self.server.token

@@ -38,7 +38,7 @@ def machine_id() -> str:
 
 
 def mount_namespace() -> str:
-    """Paths are valid only inside it."""
+    """Return the kernel's name of this namespace: paths are valid only inside it."""
     return _namespace("mnt")
 
 

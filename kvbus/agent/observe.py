@@ -55,7 +55,7 @@ def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callab
 
 
 class _Common:
-    """Context variables would miss other threads; structlog's stamper takes ten times as long."""
+    """A processor; context variables would miss other threads, and structlog's stamper is slow."""
 
     def __init__(self, context: Mapping[str, str]) -> None:
         self._context = context
@@ -186,7 +186,7 @@ class _Stderr(io.TextIOBase):
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:
-    """msgspec takes a tenth of the time of the standard json."""
+    """Render with msgspec, in a tenth of the time of the standard json."""
     try:
         return printable(msgspec.json.encode(event, enc_hook=repr).decode())
     except UnicodeEncodeError:  # a lone surrogate, as a file name may contain
@@ -291,7 +291,7 @@ class AgentMetrics:
         return made
 
     async def watch_loop_lag(self) -> None:
-        """Costs about 0.1 % of a core."""
+        """Measure the lag, at a cost of about 0.1 % of a core."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
@@ -309,7 +309,7 @@ WINDOW_S, MAX_LINES = 1.0, 20
 
 
 class LimitedLog:
-    """Up to `MAX_LINES` per second, and how many it dropped; unlimited at debug."""
+    """A log of up to `MAX_LINES` per second; unlimited at debug."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -333,8 +333,6 @@ _MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.PROMPT_MISMATCH, ErrorCode.INVALID)
 
 
 class Refusals:
-    """The refusals of one socket, each with its own line limit."""
-
     def __init__(self, metrics: AgentMetrics) -> None:
         self._metrics, self._lines = metrics, LimitedLog()
 

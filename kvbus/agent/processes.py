@@ -25,7 +25,7 @@ NOT_READ = ProcessStatus("")
 
 
 class ProcessReport:
-    """Refreshed at most once per `READ_S`, as unauthorized callers may request it."""
+    """A report that is refreshed at most once per `READ_S`: unauthorized callers may request it."""
 
     def __init__(self, data: DataProcess) -> None:
         self._data = data

@@ -193,7 +193,6 @@ class Runtime:
         lifeline: Lifeline | None = None,
         bus_errors: BusErrors | None = None,
     ) -> "Runtime":
-        """Return once requests are answered. Raises `KVBusError`."""
         loop, metrics, reception = asyncio.get_running_loop(), AgentMetrics(), Reception()
         access, bus_errors = access or Access(), bus_errors or BusErrors()
         attach = _attach_server(config, reception, metrics)

@@ -55,13 +55,11 @@ class RegisteredRank:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """In the running data process; empty unless ``direct``."""
         added = self.defined.result
         return added.addresses if self.direct and isinstance(added, wire.MemoryAdded) else {}
 
     @property
     def mapped_addresses(self) -> dict[str, int]:
-        """In this process; empty on a GPU."""
         return self.segments.map_here(segment.segment_id for segment in self.rank.segments)
 
     def mapped(self) -> PlacedRank:
@@ -69,10 +67,7 @@ class RegisteredRank:
 
 
 class Segments:
-    """The segments that one engine process has passed.
-
-    If one is not ``direct``, none is registered with NIXL. ``on_cut`` runs in the event loop.
-    """
+    """If one is not ``direct``, none is registered with NIXL. ``on_cut`` runs in the event loop."""
 
     def __init__(
         self,
@@ -119,7 +114,6 @@ class Segments:
         return SegmentPassed(sealed=passed.sealed)
 
     async def take_cuda(self, segment: PassCuda) -> Empty:
-        """Create the slots of that GPU."""
         self._check_new(segment.segment_id, segment.device)
         await self._staging.make(segment.device)
         self._check_new(segment.segment_id, segment.device)  # another may have come meanwhile
@@ -168,14 +162,13 @@ class Segments:
         return any(memory.number == number for memory in self._memories)
 
     def find_cuts(self) -> None:
-        """Report truncation, even before the first access."""
         for name, passed in self.passed.items():
             if isinstance(passed, PassedFile) and passed.was_cut():
                 self._on_cut(name)
                 return
 
     def map_here(self, names: Iterable[str]) -> dict[str, int]:
-        """Empty for GPU memory, or if the kernel refuses a mapping."""
+        """Return addresses; none for GPU memory, or if the kernel refuses."""
         found: dict[str, int] = {}
         for name in names:
             passed = self.passed[name]
@@ -203,10 +196,7 @@ class Segments:
     # `take` checks again after it has waited. `register` waits in `define`, which fails once the
     # memory is discarded.
     async def discard(self) -> None:
-        """Release the bytes in both processes; the addresses stay, and read as zeros.
-
-        Raises the first `KVBusError` at the end.
-        """
+        """Release the bytes in both processes; the addresses stay, and read as zeros."""
         if self._is_discarded:
             return
         self._is_discarded, failures = True, list[KVBusError]()
@@ -228,7 +218,6 @@ class Segments:
             raise failures[0]
 
     def remove(self, memory: RegisteredRank | None = None) -> None:
-        """Release the addresses, after the last job that uses them."""
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)
 

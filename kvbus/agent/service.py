@@ -62,7 +62,7 @@ class Service(EngineUser):
         self.histories = histories
 
     async def start(self) -> None:
-        """Awaited before any request arrives."""
+        """Open resources, before any request arrives."""
         raise NotImplementedError
 
     def engine_handlers(self) -> Handlers:
@@ -75,7 +75,6 @@ class Service(EngineUser):
         self._driver.dispatch(DrainStarted())
 
     async def drained(self) -> None:
-        """Return when no work is live."""
         await until(lambda: not self._live)
 
     def stop(self) -> None:
@@ -95,7 +94,7 @@ class Service(EngineUser):
         return {}
 
     def view(self, endpoint: str) -> PeerView:
-        """Leaves out the identity of the other agent."""
+        """Return the view of another agent, without its identity."""
         return PeerView()
 
     def cost(self, asked: Cost) -> Predicted:

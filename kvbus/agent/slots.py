@@ -118,7 +118,6 @@ class StagingDevices:
                 self._data.kill(f"no staging slots for {slots.device}: {error.message}")
 
     async def make(self, device: str) -> None:
-        """Raise `SegmentError`, `ConfigError`."""
         self.check_packs()
         async with self._lock:
             if device in self._slots:

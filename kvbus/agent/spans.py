@@ -1,4 +1,4 @@
-"""Spans of an entry, made from its history: one span for each stay in a state (pure).
+"""Spans of an entry, made from its history: one span for each stay in a state.
 
 steps   t0 queued   t1 acquiring   t2 reading   t3 reading, a new chunk   t4 completed
 spans      ├ queued ┤├ acquiring ──┤├ reading ──┤├ reading ────────────────┤
@@ -34,7 +34,7 @@ class Histories(Generic[N]):
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:
-        """Any thread may call the result, once the entry is over."""
+        """Return a maker for any thread, once the entry is over."""
         raise NotImplementedError
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
@@ -44,9 +44,8 @@ class Histories(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rules that turn a history into spans.
+    """States in ``ends`` make no span; a command in ``cuts`` begins a new one in the same state.
 
-    States in ``ends`` make no span. A command in ``cuts`` begins a new span in the same state.
     ``names`` are by previous state and state.
     """
 
@@ -56,7 +55,7 @@ class Reading:
 
 
 def state_spans(history: History, reading: Reading, *, depth: int) -> list[Span]:
-    """Sorted by start, without empty ones."""
+    """Return spans sorted by start, without empty ones."""
     spans: list[Span] = []
     stays: dict[str, tuple[str, str, float]] = {}
     cuts = frozenset(reading.cuts)
@@ -79,7 +78,6 @@ def state_spans(history: History, reading: Reading, *, depth: int) -> list[Span]
 def command_spans(
     history: History, begins: type, ends: type, *, name: str, depth: int
 ) -> list[Span]:
-    """Return spans from each command ``begins`` to the next unused command ``ends``."""
     spans: list[Span] = []
     begun: deque[float] = deque()
     for now, _, _, _, commands, _ in history.steps:
@@ -117,7 +115,7 @@ def pending_span(wanted_at: float | None, asked: Span) -> list[Span]:
 
 
 def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:
-    """Insert each child after the last parent that began before it; both are sorted by start."""
+    """Insert each child after the last parent that began before it."""
     left, spans = deque(parents), list[Span]()
     for child in children:
         while left and left[0].start_s <= child.start_s:

@@ -48,7 +48,6 @@ SILENT_S = 10.0
 LIVE_S = 0.1
 """Maximum age of a `Live` response; concurrent requests share it."""
 MOST_RECENT = 100
-"""Handoffs in a response; each costs about 0.02 ms."""
 
 
 def without_place(status: AgentStatus) -> AgentStatus:
@@ -135,7 +134,6 @@ class StatusReporter:
         return faults
 
     def live(self) -> Future[Live]:
-        """Return the full status; a thread does most of the work."""
         now_s = self.agent.loop.time()
         if self._live is None or now_s >= self._live[0] + LIVE_S:
             self._live = now_s, self._maker.submit(self._collect())
@@ -224,7 +222,6 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
 
 
 def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
-    """Return one for each error code; an error has the form CODE: MESSAGE."""
     by_code: dict[str, list[tuple[float, str]]] = {}
     for one in handoffs:
         if one.error:

@@ -1,11 +1,9 @@
-"""Messages between processes over ZeroMQ: requests, notices and events.
+"""Messages between processes over ZeroMQ; all calls come from the event loop's thread.
 
-All calls must come from the event loop's thread.
+RequestClient.send ─▶ Pump ═══▶ Pump ─▶ RequestServer: session, call, gate ─▶ handler
+on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer ◀──────── Call.reply ◀┘
 
-    RequestClient.send ─▶ Pump ═══▶ Pump ─▶ RequestServer: session, call, gate ─▶ handler
-    on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer ◀──────── Call.reply ◀┘
-
-    EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
+EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
 """
 
 from kvbus.bus.admission import ServerLimits

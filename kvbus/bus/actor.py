@@ -19,7 +19,7 @@ class SocketActor:
         self._failed: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Run until cancelled. Raise a callback's error if no ``on_fault`` is set."""
+        """Raise a callback's error if no ``on_fault`` is set."""
         if self.closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._failed is not None:

@@ -48,7 +48,7 @@ class Sessions:
         return session
 
     def end_boot(self, boot: str) -> None:
-        """The process is dead: its later messages are ``stale``."""
+        """End the sessions of a dead process; its later messages are ``stale``."""
         self.end([session for session in self if session.boot == boot])
         self._ended_boots[boot] = None
         if len(self._ended_boots) > self._limits.max_forgotten:

@@ -48,7 +48,7 @@ def new_boot_id() -> str:
 
 
 def new_secret() -> str:
-    """Unlike a boot id, a secret proves the sender's identity."""
+    """Return a secret: unlike a boot id, it proves the sender's identity."""
     return secrets.token_hex(16)
 
 
@@ -65,8 +65,8 @@ class _Pending:
 class RequestClient(WatchedConnection):
     """Client of one server. ``boot`` must be unique among the server's clients.
 
-    ``on_gone`` is called with the server's boot id, or "", when the process is gone; pending
-    requests keep waiting. A callback's exception goes to ``on_fault``; without one it ends `run`.
+    ``on_gone`` is called when the server's process is gone; pending requests keep waiting. A
+    callback's exception goes to ``on_fault``; without one it ends `run`.
     """
 
     def __init__(
@@ -111,12 +111,11 @@ class RequestClient(WatchedConnection):
     # healthy. So silence is measured in unanswered pings: a pause adds none.
     @property
     def silent_s(self) -> float:
-        """Without an answer to pings."""
+        """Seconds without an answer to pings."""
         has_answered = self.heard_at != self._silent_since
         return 0.0 if has_answered else self._num_unanswered * self._ping_s
 
     def note_alive(self, boot: str) -> None:
-        """Record a heartbeat from another socket."""
         if boot == self.peer_boot:
             self.heard_at = asyncio.get_running_loop().time()
         elif self.peer_boot is not None:
@@ -184,7 +183,7 @@ class RequestClient(WatchedConnection):
         return request_id
 
     def take_last(self) -> None:
-        """Process all received messages: the server's process has ended."""
+        """Process what the server's process sent before its end."""
         self._pump.take_last()
 
     def take_back(self, request_id: int) -> None:
@@ -213,7 +212,7 @@ class RequestClient(WatchedConnection):
         self._was_connected = True
 
     def _ping(self) -> None:
-        """Receiving the reply is enough."""
+        """Ping; receiving the reply is enough."""
         self._last_id += 1
         self._pump.send(
             encode_request(Ping.op, self._last_id, self.boot, Ping(), secret=self._secret)

@@ -20,7 +20,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 NAME_PERIOD_S, MAX_NAME_PERIOD_S = 1.0, 5.0
-"""Without a connection, and with a silent peer or failing name server."""
+"""Between lookups: without a connection, and with a silent peer or failing name server."""
 BROKEN_OFF_S = 1.0
 GONE_S = 0.3
 """A process that returns sooner is not reported as gone."""
@@ -34,7 +34,7 @@ class _Event(Enum):
     LOST = int(zmq.EVENT_DISCONNECTED)
     """ZeroMQ reconnects, unless it was refused."""
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    """Our key. ZeroMQ does not retry."""
+    """The peer rejects our key. ZeroMQ does not retry."""
     MISMATCHED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     """Only one side has keys. ZeroMQ does not retry."""
     HANDSHAKE_DROPPED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -50,8 +50,7 @@ class WatchedConnection(SocketActor):
     """Base of the sockets that connect to ``endpoint``. Only TCP is monitored.
 
     A host name is resolved again while its address does not respond. ZeroMQ does not retry after a
-    refusal, so this class does: the peer may trust the key by then. Raises `ConfigError` and
-    `LocalError`.
+    refusal, so this class does: the peer may trust the key by then.
     """
 
     def __init__(
@@ -96,22 +95,22 @@ class WatchedConnection(SocketActor):
         raise NotImplementedError
 
     def _on_writable(self) -> None:
-        """The socket accepts more."""
+        """Called when the socket accepts more."""
 
     def _on_made(self) -> None:
-        """There is a new connection."""
+        """Called on a new connection."""
 
     def _on_error(self, error: KVBusError) -> None:
-        """A refusal, or a name without an address."""
+        """Called on a refusal, or if the name has no address."""
 
     def _on_moved(self) -> None:
-        """There is a new address."""
+        """Called on a new address."""
 
     def _on_boot(self, boot: str, before: str | None) -> None:
-        """The peer has a new boot id."""
+        """Called on a new boot id."""
 
     def _on_gone(self) -> None:
-        """The connection broke and the port refuses: the process is probably dead."""
+        """Called when the connection broke and the port refuses: the process is probably dead."""
 
     @property
     def missing(self) -> str:
@@ -128,7 +127,6 @@ class WatchedConnection(SocketActor):
 
     @property
     def is_gone_here(self) -> bool:
-        """`is_gone` on this machine, where no network failure can cause it."""
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
 
     def look_again(self) -> None:
@@ -143,7 +141,7 @@ class WatchedConnection(SocketActor):
         return self._address != known
 
     def _hear(self, boot: str) -> bool:
-        """Return False for a message of an earlier process: ignore it."""
+        """Return False for a message of an earlier process."""
         if boot != self.peer_boot:
             if boot in self._earlier:
                 return False
@@ -201,7 +199,6 @@ class WatchedConnection(SocketActor):
             self._fail(error)
 
     async def _name_is_due(self, period_s: float) -> None:
-        """Wait for a lookup request or ``period_s``; while connected, for silence of the peer."""
         loop = asyncio.get_running_loop()
         began_at = now = loop.time()
         while not self._must_look_up.is_set():
@@ -312,7 +309,7 @@ _places = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def look_up_all(host: str) -> list[str]:
-    """Block; return endpoint notation. Raises `OSError` or `UnicodeError`."""
+    """Block, and return endpoint notation. Raises `OSError` or `UnicodeError`."""
     found = tcp.getaddrinfo(host.strip("[]"), None, type=tcp.SOCK_STREAM)
     texts = (
         f"[{address[0]}]" if family == tcp.AF_INET6 else str(address[0])

@@ -1,7 +1,6 @@
 """Events: a publisher with a seq for each topic, and a subscriber that detects gaps.
 
-ZeroMQ silently drops messages for a subscriber that is ``hwm`` behind. After a gap, query the
-current state.
+ZeroMQ silently drops messages for a subscriber that is ``hwm`` behind.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ MAX_TOPICS = 256
 
 
 class EventPublisher(SocketActor):
-    """Sends frames ``[op, event]``, seq from 1 for each op."""
+    """Publisher of frames ``[op, event]``, seq from 1 for each op."""
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class EventPublisher(SocketActor):
         self._pump: Pump | None = self._bind()
 
     def publish(self, op: str, message: Message) -> None:
-        """Without subscribers, the event is not even encoded."""
         if op == Heartbeat.op:
             raise LocalError("the heartbeat topic is the publisher's own")
         seq = self._seqs[op] = self._seqs.get(op, 0) + 1
@@ -122,16 +120,16 @@ class EventPublisher(SocketActor):
 
 class EventListener:
     def on_event(self, endpoint: str, event: Notice) -> None:
-        """An event except heartbeats."""
+        """Called for each event except heartbeats."""
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """About once a second."""
+        """Called about once a second."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        """Events are missing, perhaps from before the subscription."""
+        """Called on missing events, perhaps from before the subscription."""
 
     def on_boot(self, endpoint: str, boot: str) -> None:
-        """The publisher has a new boot id."""
+        """Called on a new boot id."""
 
 
 class EventSubscriber(SocketActor):

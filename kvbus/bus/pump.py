@@ -26,7 +26,7 @@ class Pump:
     """Receiver and sender of one socket, used from the loop's thread.
 
     A turn takes up to `_BATCH` frames, to be fair to other sockets. ``on_frames`` gets up to
-    `_MAX_FRAMES` of each message. ``last`` is the last frame, with data about its connection.
+    `_MAX_FRAMES` of each message. ``last`` is the last frame.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pump:
         self._frames: list[bytes] = []
         self.last: zmq.Frame | None = None
         self.was_full = False
-        """The last failed send found the peer's queue full."""
+        """By the last failed send."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -55,12 +55,11 @@ class Pump:
         self._schedule()
 
     def take_last(self) -> None:
-        """Pass on everything received so far."""
         while self._loop is not None and self._turn(signalled=False) & _POLLIN:
             pass
 
     def close(self) -> None:
-        """It flushes for up to 0.2 s."""
+        """Close the socket; it flushes for up to 0.2 s."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None

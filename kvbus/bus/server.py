@@ -65,7 +65,7 @@ class ServerCounters:
 
 
 class RequestServer(SocketActor):
-    """A ROUTER that calls one handler for each request, in the loop's thread; see `on`.
+    """A ROUTER that calls one handler for each request.
 
     A repeat of a request in progress is absorbed; the reply goes to the latest connection. A later
     repeat is executed again, as requests are idempotent.
@@ -128,7 +128,6 @@ class RequestServer(SocketActor):
             self._routes[kind.op] = kind, handler
 
     def end_key(self, key: str) -> None:
-        """Refuse the calls of a revoked key and end its sessions."""
         error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
         self.sessions.end([one for one in self.sessions if one.key == key], error)
 

@@ -23,10 +23,7 @@ OnAnswer = Callable[["Call", Message | KVBusError | None], None]
 
 
 class Call:
-    """Request to be answered exactly once, now or later, from the loop's thread.
-
-    Replies after ``on_end`` are ignored.
-    """
+    """Request to be answered exactly once, now or later, from the loop's thread."""
 
     __slots__ = ("_on_answer", "answered", "on_end", "op", "request_id", "session", "was_ended")
 
@@ -37,14 +34,14 @@ class Call:
         self._on_answer = on_answer
 
     def reply(self, message: Message) -> None:
-        """Reply an error if ``message`` cannot be encoded."""
+        """Send an error if ``message`` cannot be encoded."""
         self._answer(message)
 
     def refuse(self, error: KVBusError) -> None:
         self._answer(error)
 
     def end(self, error: KVBusError | None) -> None:
-        """Refuse the call, or drop it. Its owner may still be working on it."""
+        """Refuse or drop the call. Its owner may still be working on it."""
         self._answer(error)
         self.was_ended = True
         if self.on_end is not None:

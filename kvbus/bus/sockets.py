@@ -39,7 +39,7 @@ _MAX_UNREAD_SUBSCRIPTIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketOptions:
-    """``hwm`` counts messages, for each peer and direction; ``allowed`` limits connects."""
+    """``hwm`` counts messages for each peer and direction."""
 
     hwm: int = 10_000
     curve: ServerCurve | ClientCurve | None = None
@@ -47,7 +47,7 @@ class SocketOptions:
 
 
 class Probe:
-    """Connection attempt that shows whether a port refuses, as without a listener."""
+    """Attempt to connect: a port without a listener refuses."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = tcp.socket(_family(host), tcp.SOCK_STREAM)
@@ -78,7 +78,7 @@ def _family(host: str) -> tcp.AddressFamily:
 
 
 def new_context() -> BusContext:
-    """Leaving its ``with`` block flushes closed sockets for up to 0.2 s."""
+    """Leaving the ``with`` block flushes closed sockets for up to 0.2 s."""
     return BusContext()
 
 
@@ -126,7 +126,7 @@ def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -
 def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
-    """No ``topics`` means all."""
+    """Return a SUB of ``topics``; none means all."""
     _require_port(endpoint)
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
@@ -140,7 +140,7 @@ def key_of(frame: zmq.Frame | None) -> str:
 
 
 def descriptor_of(frame: zmq.Frame) -> int | None:
-    """None if ZeroMQ made the frame itself."""
+    """Return None if ZeroMQ made the frame itself."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -148,7 +148,7 @@ def descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def has_hung_up(frame: zmq.Frame | None) -> bool:
-    """A reused descriptor gives the state of its new connection."""
+    """Return whether the connection, or one that reuses its descriptor, has ended."""
     fd = descriptor_of(frame) if frame is not None else None
     if fd is None:
         return False

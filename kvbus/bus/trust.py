@@ -32,7 +32,7 @@ class ServerCurve:
     domain: str
 
     def apply(self, socket: Socket) -> None:
-        """Without a `ZapHandler` in the context, every client is rejected."""
+        """Set the options; without a `ZapHandler`, every client is rejected."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.keys.secret.encode())
         socket.set(zmq.ZAP_DOMAIN, self.domain.encode())
@@ -42,7 +42,7 @@ class ServerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """Keys of a connecting socket; only the owner of ``server_key`` is accepted."""
+    """Keys of a connecting socket."""
 
     keys: KeyPair
     server_key: str
@@ -92,7 +92,6 @@ class ZapHandler(SocketActor):
     """ZAP handler that calls ``admit`` for each handshake. Create it before the sockets bind.
 
     The admitted key becomes the ``User-Id`` of all messages. A rejected client does not retry.
-    Handshakes wait while this does not run.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class ZapHandler(SocketActor):
 
 
 class AllowedPeers:
-    """Addresses and networks, with any port, one port, or a range: ``[fd00::/8]:7000-7999``."""
+    """Networks, with any port, one port, or a range: ``[fd00::/8]:7000-7999``."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._allowed = [_parse(entry) for entry in entries]
@@ -184,7 +183,7 @@ _TYPE_AT, _OWNER_AT = 4, 80
 def is_of_same_user(fd: int) -> bool:
     """Return whether this user or root owns the other end of a TCP connection.
 
-    False in another network namespace, or if the kernel gives no answer.
+    False in another network namespace.
     """
     try:
         return _owner_at_other_end(fd) in (0, os.geteuid())

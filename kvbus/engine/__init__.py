@@ -1,4 +1,4 @@
-"""The SDK of engines: a `Link` with a local agent, and descriptions of KV memory."""
+"""The SDK of engines; docs/engines.md is its guide."""
 
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection

@@ -1,9 +1,4 @@
-"""Requests to an agent, retried while it is busy, or at the next agent.
-
-ask ─▶ sent ─▶ answered
- ▲      │ busy: a pause; agent ends or is lost: until the next one
- └──────┘ refused: for good, or the time ran out without room or a next agent
-"""
+"""Requests to an agent, retried while it is busy, and at the next agent."""
 
 import asyncio
 import math
@@ -27,7 +22,6 @@ from kvbus.protocol.message import Request
 
 SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
-"""An agent may ask for longer pauses."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 """Codes of an agent that ends, or has closed the connection."""
 
@@ -71,13 +65,13 @@ class RequestRetrier(Events, Generic[A]):
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
 
     def sent(self, one: A, connection: Connection) -> None:
-        """The agent may know of the request."""
+        """Called when the agent may know of the request."""
 
     def answered(self, one: A, reply: Any) -> None:
         raise NotImplementedError
 
     def refused(self, one: A, error: KVBusError) -> None:
-        """No agent will get the request."""
+        """Called when no agent will get the request."""
         raise NotImplementedError
 
     def give_up(self, now: float, error: KVBusError) -> None:
@@ -99,7 +93,6 @@ class RequestRetrier(Events, Generic[A]):
             self.sent(one, connection)
 
     def forget(self, one: A) -> bool:
-        """Return whether it was waiting: then no agent knows of it."""
         if one not in self._waiting:
             return False
         timer, _ = self._waiting.pop(one)

@@ -36,7 +36,7 @@ log = logging.getLogger("kvbus.engine")
 class HostPool:
     """Host blocks by group, the same on every rank.
 
-    A request acquires all its blocks in one step, so that two requests cannot deadlock.
+    A request acquires all its blocks at once, so that two requests cannot deadlock.
     """
 
     def __init__(self, num_blocks: Mapping[str, int]) -> None:
@@ -99,8 +99,8 @@ class Direction(StrEnum):
 class BlockCopy:
     """Copies of token slots [slots[0], slots[1]) in each block of one group.
 
-    Device block ``ids[i]`` (uint32) belongs to host block ``first_host_block + i``. A `CopyBlocks`
-    also gets the rank, and the layers and parts of its view.
+    Device block ``ids[i]`` (uint32) belongs to host block ``first_host_block + i``. The rank,
+    layers and parts are set for a `CopyBlocks`.
     """
 
     group: str
@@ -119,9 +119,7 @@ The view is [block, layer, part, token, head, dim], in the group's dtype; whole 
 contiguous. Runs in a thread, and returns when the copy is complete."""
 
 Copier = Callable[[Direction, Sequence[BlockCopy]], Awaitable[None]]
-"""Copies on every rank until all are complete; never cancelled.
-
-An engine with several processes calls `HostBuffer.run` in each worker."""
+"""Copies on every rank until all are complete; never cancelled."""
 
 
 def block_copies(
@@ -143,9 +141,9 @@ def block_copies(
 
 
 class HostBuffer:
-    """The host blocks of one rank, for its `Link`. Raises `SegmentError`.
+    """The host blocks of one rank, for its `Link`; the device can pin ``tensor``.
 
-    The device can pin ``tensor``, which has all bytes.
+    Raises `SegmentError`.
     """
 
     def __init__(self, engine: EngineSpec, rank: int, num_blocks: Mapping[str, int]) -> None:
@@ -164,7 +162,7 @@ class HostBuffer:
 
 
 class LocalCopier:
-    """A `Copier` for ranks in this process: one copy at a time, in a thread."""
+    """A `Copier` for ranks in this process, one copy at a time."""
 
     def __init__(self, buffers: Iterable[HostBuffer], copy: CopyBlocks) -> None:
         self._buffers, self._copy = tuple(buffers), copy
@@ -177,11 +175,7 @@ class LocalCopier:
 
 
 class HostLink:
-    """A `Link` through host blocks.
-
-    Calls return immediately, in any thread. They fail with ``busy`` after ``wait_s`` without
-    blocks.
-    """
+    """A `Link` through host blocks; requests fail with ``busy`` after ``wait_s`` without blocks."""
 
     def __init__(self, link: Link, pool: HostPool, copier: Copier) -> None:
         self.link, self.pool, self.copier = link, pool, copier
@@ -207,7 +201,7 @@ class HostLink:
         wait_s: float = 30.0,
         **options: Unpack[FetchOptions],
     ) -> "HostFetch":
-        """Fetch tokens as `Link.fetch` does, into the engine's own blocks.
+        """Fetch tokens into the engine's own blocks, as `Link.fetch` does.
 
         Other slots do not change, except with ``zero_tail``. ``timeout_s`` starts when host blocks
         are available.
@@ -221,8 +215,8 @@ class HostLink:
 class HostOffer:
     """An offer from host blocks: `save` computed blocks and `seal`, or `withdraw`.
 
-    Calls return immediately, in any thread. After a failed `save`, only `withdraw` is possible.
-    Host blocks are free at ``ended``, or after a copy that still runs then.
+    After a failed `save`, only `withdraw` is possible. Host blocks are free at ``ended``, or after
+    a copy that still runs then.
     """
 
     def __init__(self, host: HostLink, num_tokens: int) -> None:
@@ -254,15 +248,14 @@ class HostOffer:
 
     @property
     def ticket(self) -> dict[str, Any]:
-        """The JSON-able ticket; the decode engine may read during the prefill."""
         return self._offer.ticket
 
     def save(self, num_tokens: int, block_ids: BlockIds) -> Completion[None]:
         """Save the tokens since the last call; ``num_tokens`` counts all so far.
 
         ``block_ids`` lists the new blocks by group and position, and a state's block with the last
-        tokens. The engine may reuse the blocks once the result arrives. It raises `GeometryError`,
-        errors of the copy function, and `ClosedError` after the end or `seal`.
+        tokens. The engine may reuse them once the result arrives. It raises `GeometryError`, errors
+        of the copy function, and `ClosedError` after the end or `seal`.
         """
         return self._runner.start(partial(self._save, num_tokens, tables_of(block_ids)))
 
@@ -296,7 +289,6 @@ class HostOffer:
                     self._host.pool.release(self._tables)
 
     def _add(self, num_tokens: int, given: Mapping[str, BlockTable]) -> list[BlockCopy]:
-        """Return the copies of these blocks; a `GeometryError` changes nothing."""
         start, device, copies = self.num_saved, dict(self._device), list[BlockCopy]()
         if not start <= num_tokens <= self.num_tokens:
             message = f"{num_tokens} tokens are said to be ready, of {self.num_tokens}, after"
@@ -342,9 +334,9 @@ class HostOffer:
 class HostFetch(Handle):
     """A fetch through host blocks.
 
-    ``ended`` has the result when valid KV is in the engine's blocks, with ``freed``; it raises
-    `FetchFailed`. Stage ``requested`` with code ``busy`` means no host blocks in time; stage
-    ``loading``, an error of the copy function (its cause).
+    ``ended`` has the result when valid KV is in the engine's blocks, with ``freed``. Stage
+    ``requested`` with code ``busy`` means no host blocks in time; stage ``loading``, an error of
+    the copy function.
     """
 
     _waits: anyio.CancelScope  # for host blocks, from the start of `run`

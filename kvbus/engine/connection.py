@@ -1,9 +1,4 @@
-"""Connections of an engine process with its agent.
-
-open ─▶ register ─▶ there ─▶ lost ─▶ closed
- ▲                                     │
- └───────────────── pause ◀────────────┘
-"""
+"""Connections of an engine process with its agent."""
 
 import contextlib
 import logging
@@ -137,7 +132,7 @@ class Connection:
     ) -> None:
         """Send a request; ``on_reply`` receives its reply or error, before later notices.
 
-        An infinite ``timeout_s`` lasts as long as the connection. Raises why there is none.
+        An infinite ``timeout_s`` lasts as long as the connection.
         """
         timeout_s = timeout_s or self._request_timeout_s
         self._open_client().send(message, timeout_s=timeout_s, on_reply=on_reply)
@@ -212,10 +207,7 @@ class Connection:
 
 
 class ReconnectingConnection:
-    """A connection that reopens after each loss.
-
-    Each new one runs ``register``, ``on_open`` and ``on_change``; a loss runs ``on_change``.
-    """
+    """A connection that reopens after each loss, and then runs ``register`` again."""
 
     def __init__(
         self,
@@ -245,7 +237,7 @@ class ReconnectingConnection:
 
     @property
     def latest(self) -> Connection:
-        """Perhaps lost. Raises `problem` before the first."""
+        """The last connection, perhaps lost. Raises `problem` before the first."""
         if self._latest is None:
             error = self._problem or ClosedError(f"{self._name} is not open yet")
             raise error.with_traceback(None)  # one error, raised often

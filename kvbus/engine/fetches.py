@@ -1,4 +1,4 @@
-"""The fetches of a decode engine: their results, and when their blocks are free."""
+"""The fetches of a decode engine."""
 
 import asyncio
 import logging
@@ -36,7 +36,6 @@ from kvbus.protocol.tools import known_trace
 
 REQUESTED = "requested"
 LOST = "lost"
-"""The agent was lost, and none followed in time."""
 MAX_RELEASES_AT_ONCE = 8
 MAX_RELEASES = 4096
 RELEASE_WITHIN_S = 10.0
@@ -62,11 +61,11 @@ class FetchOptions(TypedDict, total=False):
     prompt_digest: str
     """Refuse a ticket with another `prompt_digest`."""
     priority: int
-    """Greater ones go first among waiting fetches; lower ones never starve."""
+    """Greater ones go first; lower ones never starve."""
     traceparent: str
     """W3C trace of the request; by default, the ticket's."""
     wanted_s: float | None
-    """Arrival of the request at the engine, by `time.monotonic`."""
+    """Arrival at the engine, by `time.monotonic`."""
 
 
 class Fetch(PendingRequest[StartFetch]):
@@ -75,9 +74,9 @@ class Fetch(PendingRequest[StartFetch]):
     ``ended`` has the result when valid KV is in the blocks; it raises `FetchFailed`. Stage ``lost``
     means that no agent followed in time, the link closed, or a live agent closed the connection.
 
-    ``freed`` comes with ``ended`` or later, when no process can write into the blocks. If it raises
-    `PeerLost`, `AgentHungUp` or `ClosedError`, this stays unknown: do not reuse the blocks, close
-    the engine's links and register new memory.
+    ``freed`` comes with ``ended`` or later, when no process can write into the blocks. If it
+    raises, this stays unknown: do not reuse the blocks, close the engine's links and register new
+    memory.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Fetch(PendingRequest[StartFetch]):
             self.message = replace(self.message, timeout_s=left_s)
 
     def left_s(self, least_s: float) -> float:
-        """Without a deadline, return at least ``least_s``."""
+        """Return the time to the deadline; without one, at least ``least_s``."""
         left_s = self.ask_until - time.monotonic()
         return max(0.0 if self.message.timeout_s is not None else least_s, left_s)
 
@@ -177,7 +176,6 @@ class Fetches(RequestRetrier[Fetch]):
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> Fetch:
-        """Copy the ids; any thread. Raises `GeometryError`."""
         at_most, first_token = num_tokens is None, options.get("first_token", 0)
         if num_tokens is None:
             num_tokens = _most_tokens(self._engine, block_ids, first_token)
@@ -210,7 +208,7 @@ class Fetches(RequestRetrier[Fetch]):
         one.end(reply)
 
     def on_refusal(self, connection: Connection, one: Fetch, error: KVBusError) -> None:
-        """Without a clear refusal, the agent may have begun it: the blocks stay in doubt."""
+        """Without a clear refusal, the agent may have begun it."""
         if connection.lost is not None:
             return  # `on_lost` ends it
         if isinstance(error, RequestRefused):
@@ -366,8 +364,6 @@ class Fetches(RequestRetrier[Fetch]):
 
 
 class _Releases:
-    """Tickets to release, a few at a time."""
-
     def __init__(self, fetches: Fetches, logger: logging.Logger) -> None:
         self._fetches, self._logger = fetches, logger
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_RELEASES)
@@ -434,7 +430,7 @@ def failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool = T
 
 
 def failure_of(fetched: Fetched) -> FetchFailed:
-    """Unknown codes become ``internal``."""
+    """Convert unknown codes to ``internal``."""
     is_known = fetched.code in ErrorCode._value2member_map_
     return FetchFailed(
         fetched.message,

@@ -1,4 +1,4 @@
-"""Results for threads and event loops, and the loop that produces them."""
+"""Results for threads and event loops, and their loop."""
 
 import asyncio
 import logging
@@ -19,10 +19,7 @@ log = logging.getLogger("kvbus.engine")
 
 
 class Completion(Generic[T]):
-    """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop.
-
-    A waiter that gives up cancels nothing.
-    """
+    """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop."""
 
     __slots__ = ("_calls", "_error", "_lock", "_runner", "_value", "is_observed")
 
@@ -60,9 +57,9 @@ class Completion(Generic[T]):
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block for the result; raise its error, or `TimeoutError`.
+        """Block for the result; raise its error or `TimeoutError`.
 
-        Raises `LocalError` in the link's event loop, which would block for ever.
+        Raises `LocalError` in the link's event loop.
         """
         self.is_observed = True
         return self.result(timeout_s)
@@ -185,10 +182,7 @@ class Runner:
         self._loop = loop
 
     def post(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in the loop: now in its own thread, later from others.
-
-        Raises `ClosedError` before the loop starts and after it ends.
-        """
+        """Run ``call`` now in the loop's thread, later from others. Raises `ClosedError`."""
         if self._loop is None:
             raise ClosedError("the link is not open")
         if running_loop() is self._loop and not self._is_closed:

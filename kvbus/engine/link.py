@@ -1,9 +1,4 @@
-"""An engine's link with its agent, for a scheduler, a rank's worker, or both in one process.
-
-an engine's threads and loops        the link's event loop
-offer, extend, fetch … ──calls────▶ Offers, Fetches ─▶ connection of the scheduler
-Offer, Fetch, ended() ◀──results──────┘                connection of each rank's memory
-"""
+"""An engine's link with its agent: calls from any thread run in the link's event loop."""
 
 import asyncio
 import logging
@@ -44,23 +39,17 @@ CELLS_ID = "kvbus-cells"
 
 
 class Link:
-    """A link between an engine and the agent at ``attach_path``.
+    """A link between an engine and the agent at ``attach_path``, which may restart.
 
     It closes ``memory``, that of the ranks in this process. With ``control`` False, this is a
     worker's link, without the scheduler. ``others`` lists this engine's ranks at other agents, by
     peer endpoint. ``access`` is one secret (`new_secret`) of all these links. ``request_timeout_s``
-    bounds replies, and retries at a full agent.
-
-    When its agent restarts, the link registers again, publishes live offers and repeats live
-    fetches. Without an agent, an offer ends at its ``ttl_s``, but not before ``agent_wait_s``.
+    bounds replies, and retries at a full agent. Without an agent, an offer lives for ``ttl_s``, and
+    for ``agent_wait_s`` at least.
 
     Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
-    ``with`` and `start` use a new thread; ``async with`` uses the running event loop, which must
-    not block for long. Calls are safe in any thread and event loop; only `wait_open`, `close` and
-    entering block.
-
-    To wait for an end, use ``offer.ended.wait()`` in a thread, ``await offer.ended``, or
-    ``add_callback``. For step loops, see `ended`.
+    ``with`` and `start` use a new thread; ``async with`` uses the running event loop. Calls are
+    safe in any thread and event loop; only `wait_open`, `close` and entering block.
     """
 
     def __init__(
@@ -163,7 +152,7 @@ class Link:
     def close(self, timeout_s: float | None = None) -> None:
         """Detach, end all operations, and wait up to ``timeout_s``. Idempotent.
 
-        In a callback it does not wait. In an event loop of the engine, use ``await aclose()``.
+        In a callback it does not wait. In an event loop, use ``await aclose()``.
         """
         if self._thread is None and self._keeper is not None:
             raise LocalError("this link runs in an event loop of the engine: use 'await aclose()'")
@@ -194,10 +183,7 @@ class Link:
             memory.close()
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Wait until everything is registered; return whether it is.
-
-        Raises `LocalError` in the link's event loop, unless it is open.
-        """
+        """Wait until everything is registered; raise `LocalError` in the link's event loop."""
         if not self.is_open and timeout_s > 0:
             self.runner.check_may_wait()
         return self._is_open.wait(timeout_s)
@@ -217,15 +203,15 @@ class Link:
 
     @property
     def connection(self) -> Connection:
-        """The latest connection, perhaps lost, for requests without a method here.
+        """The latest connection, perhaps lost, of the scheduler or the last rank.
 
-        It is that of the scheduler, or of the last rank. Raises `problem` when there was none yet.
+        Raises `problem` when there was none yet.
         """
         return self._kept[-1].latest
 
     @property
     def agent(self) -> Welcome:
-        """Raises `problem` when there was none yet."""
+        """The latest agent. Raises `problem` when there was none yet."""
         return self.connection.agent
 
     @property
@@ -246,9 +232,9 @@ class Link:
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
-        Returns immediately. Do not write to the blocks or reuse them before `Offer.ended`; unfilled
-        ones are writable until `Offer.extend` names them. A state has one block. Raises
-        `GeometryError` for invalid ids. The offer raises the agent's refusal.
+        Do not write to the blocks or reuse them before `Offer.ended`; unfilled ones are writable
+        until `Offer.extend` names them. A state has one block. Raises `GeometryError` for invalid
+        ids. The offer raises the agent's refusal.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._request_timeout_s)
@@ -267,13 +253,12 @@ class Link:
         """Fetch tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
         Each group lists exactly the blocks of its `GroupSpec.positions`. Without ``num_tokens``, it
-        takes all tokens of the sealed offer that fit (`Fetched.num_tokens`); not for engines with
-        windows, or with ranks at other agents.
+        takes all tokens of the sealed offer that fit; not for engines with windows, or with ranks
+        at other agents.
 
-        Returns immediately; `Fetch.ended` has the result, with stage ``requested`` for a refusal. A
-        full agent is retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the
-        fetch after that time, with stage ``silent``. Raises `GeometryError` for invalid ids and
-        unknown groups.
+        `Fetch.ended` has the result, with stage ``requested`` for a refusal. A full agent is
+        retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the fetch after that
+        time, with stage ``silent``. Raises `GeometryError` for invalid ids and unknown groups.
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         fetch.on_end = self._over.note
@@ -283,25 +268,23 @@ class Link:
     def release(self, ticket: Mapping[str, Any]) -> None:
         """Release the offer of this ticket or rendezvous, also after a failed fetch.
 
-        Returns immediately, never raises, and works outside the link's lifetime.
+        Never blocks or raises, and works outside the link's lifetime.
         """
         self._fetches.releases.add(dict(ticket))
 
     def ended(self) -> list[Offer | Fetch]:
         """Return the offers and fetches that ended since the last call; never blocks.
 
-        Each is reported once, except those with a waiter or a callback. A fetch whose blocks were
-        not free is reported again when they are, or when no agent can confirm it.
-
-        Call it in each step, or never: after the first call, the link keeps ended handles until the
-        next.
+        Those with a waiter or a callback are left out. A fetch whose blocks were not free is
+        reported again when they are, or when no agent can confirm it. Call it in each step, or
+        never.
         """
         return self._over.take()
 
     def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
         """Make the agent's copies wait for the work so far on ``stream``, by default the current.
 
-        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Does not block.
+        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`.
         """
         events = [rank.event for rank in self._ranks if rank.event is not None]
         if not events:
@@ -326,7 +309,7 @@ class Link:
         return kept
 
     def _new_cells(self) -> SharedSegment | None:
-        """This process must close a cell before it writes to the blocks: all ranks must be here."""
+        """All ranks must be here: this process closes a cell before it writes to the blocks."""
         storages = [one for memory in self._memory for one in memory.storages.values()]
         on_host = not any(isinstance(one, CudaStorage) for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
@@ -402,7 +385,6 @@ class Link:
             self._keeper.cancel()
 
     async def _keep(self) -> None:
-        """End the scheduler's connection before the memory's."""
         async with asyncio.TaskGroup() as tasks:
             for kept in self._kept:
                 if kept is not self._control:

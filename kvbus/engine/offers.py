@@ -1,4 +1,4 @@
-"""The offers of a prefill engine; after an agent's crash, live ones are published at the next."""
+"""The offers of a prefill engine."""
 
 import asyncio
 import math
@@ -60,7 +60,7 @@ class OfferOptions(TypedDict, total=False):
     """Options of `Link.offer`."""
 
     sealed: bool
-    """True by default; after False, `Offer.extend` and `Offer.seal` follow."""
+    """True by default; otherwise `Offer.extend` and `Offer.seal` follow."""
     ttl_s: float | None
     """Time to wait for a reader; None lets the agent choose."""
     first_blocks: Mapping[str, int] | None
@@ -72,8 +72,8 @@ class OfferOptions(TypedDict, total=False):
     transfer_id: str | None
     """A secret name, sent by a router to both engines (`Rendezvous`).
 
-    It gives access to the ticket, also before the offer is made. The error ``offer_exists`` means
-    that it was used, ``cancelled`` that the reader has declined."""
+    It gives access to the ticket. The error ``offer_exists`` means that it was used, ``cancelled``
+    that the reader has declined."""
     readers: int
     """1 by default; each gets everything."""
     traceparent: str
@@ -84,10 +84,10 @@ class Offer(PendingRequest[MakeOffer]):
     """An offer of a prefill engine; the engine may reuse its blocks when ``ended`` has the outcome.
 
     Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
-    error ends the offer and is its `error`. ``await`` it until it is made.
+    error ends the offer and is its `error`. If the agent is stopped, `error` comes before the end.
+    ``await`` the offer until it is made.
 
-    ``ended`` raises a refusal, and `ClosedError` after the link closed. With a stopped agent, the
-    offer has an `error`, and ends when the agent exits or reports the end.
+    ``ended`` raises a refusal, and `ClosedError` after the link closed.
     """
 
     def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
@@ -107,7 +107,6 @@ class Offer(PendingRequest[MakeOffer]):
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
         self.is_away = self.is_withdrawn = False
-        """Without an agent; withdrawn by its engine."""
         self.on_withdrawn: Callable[[Offer], None] = lambda _: None
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
@@ -116,7 +115,7 @@ class Offer(PendingRequest[MakeOffer]):
 
     @property
     def ticket(self) -> dict[str, Any]:
-        """The JSON-able ticket for the decode engine; blocks until it exists. Raises the refusal.
+        """The JSON-able ticket; blocks until it exists. Raises the refusal.
 
         In an event loop, ``await`` the offer first.
         """
@@ -125,7 +124,6 @@ class Offer(PendingRequest[MakeOffer]):
 
     @property
     def offer_id(self) -> str:
-        """Empty before the offer is made."""
         return self._made.offer_id
 
     @property
@@ -150,7 +148,6 @@ class Offer(PendingRequest[MakeOffer]):
         return self._send(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
 
     def seal(self) -> Completion[None]:
-        """Report that all tokens are ready."""
         return self._send(SealOffer)
 
     def withdraw(self) -> Completion[None]:
@@ -166,9 +163,9 @@ class Offer(PendingRequest[MakeOffer]):
     ) -> dict[str, Any]:
         """Return a ticket for an open offer that will be sealed with exactly these blocks.
 
-        A decode agent may read immediately, and checks the seal afterwards. So send it after all
-        tokens are computed, and then do not write to the blocks. Returns `ticket` if the agent
-        signs tickets or the blocks are too many.
+        Send it after all tokens are computed, and then do not write to the blocks: a decode agent
+        may read immediately. Returns `ticket` if the agent signs tickets or the blocks are too
+        many.
         """
         ticket = self.ticket
         if not self._made.ticket_blocks:
@@ -369,7 +366,6 @@ class Offers(RequestRetrier[Offer]):
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
         self._asked: dict[Offer, None] = {}
-        """Those that an agent may make."""
         self._expiries: dict[Offer, asyncio.TimerHandle] = {}
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
@@ -380,7 +376,7 @@ class Offers(RequestRetrier[Offer]):
         return bool(self._offers or self._asked or self._ended)
 
     def ended_lately(self) -> tuple[EndedOffer, ...]:
-        """For readers that repeat their request."""
+        """Return committed offers, for readers that repeat their request."""
         since = time.monotonic() - ENDED_KEPT_S
         return tuple(ended for at, ended in self._ended if at >= since)
 
@@ -488,7 +484,6 @@ class Offers(RequestRetrier[Offer]):
             self._end(offer, reply)
 
     def _expire(self, offer: Offer) -> None:
-        """Check again, as extensions add time."""
         left_s = offer.expires_at - time.monotonic()
         if left_s > 0:
             later = asyncio.get_running_loop().call_later(left_s, self._expire, offer)
@@ -513,7 +508,6 @@ class Offers(RequestRetrier[Offer]):
 def offer_message(
     request_id: str, num_tokens: int, block_ids: BlockIds, **options: Unpack[OfferOptions]
 ) -> MakeOffer:
-    """Copy the ids; raise `GeometryError`."""
     fields: dict[str, Any] = {**options}
     first_blocks = fields.pop("first_blocks", None)
     if without := sorted((first_blocks or {}).keys() - block_ids.keys()):

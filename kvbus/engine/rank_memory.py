@@ -1,4 +1,4 @@
-"""The memory of one rank: newly allocated, or the engine's own tensors."""
+"""The memory of one rank."""
 
 import logging
 from collections.abc import Mapping
@@ -40,8 +40,7 @@ P = TypeVar("P", bound=Place)
 class RankMemory:
     """One rank's memory, and the storages that an agent maps, by segment id.
 
-    With ``direct`` False, NIXL and the NIC never pin it: its KV passes through the agent's slots,
-    as that of CUDA memory always does.
+    With ``direct`` False, NIXL and the NIC never pin it: its KV passes through the agent's slots.
     """
 
     rank: RankSpec
@@ -62,7 +61,7 @@ class RankMemory:
     ) -> "RankMemory":
         """Allocate zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
 
-        ``num_blocks`` is for all groups, or by group. Raises `SegmentError` when memory is short.
+        ``num_blocks`` is for all groups, or by group. Raises `SegmentError`.
         """
         spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
         (segment,) = spec.segments
@@ -94,7 +93,7 @@ class RankMemory:
 
 
 class KvCache:
-    """A torch view of ``buffer`` (one row of uint8) for each layer and part."""
+    """Torch views of ``buffer`` (one row of uint8)."""
 
     def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
         self.rank = rank
@@ -117,8 +116,7 @@ class KvCache:
 def region_tensor(engine: EngineSpec, region: Region, buffer: torch.Tensor) -> torch.Tensor:
     """Return [block, layer, part, token, head, dim], in the region's dtype and strides.
 
-    It shares ``buffer``, the segment as uint8. Raises `GeometryError` when the region exceeds it,
-    or is not aligned.
+    It shares ``buffer``, the segment as uint8. Raises `GeometryError`.
     """
     name = engine.group(region.group).dtype
     itemsize, dtype = DTYPE_SIZES_BYTES[name], getattr(torch, name)
@@ -147,11 +145,10 @@ def describe_tensors(
 ) -> RankMemory:
     """Share the engine's own tensors as the memory of ``rank``.
 
-    Keys are ``(layer, part)`` such as ``(0, "k")``, or a layer for all parts along the axis ``kv``.
-    A group's name means all of its layers in this rank, along the axis ``layer``. ``axes`` names
-    the axes of each tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``,
-    ``token``, ``head``, ``dim``; absent ones have size 1. Views may have any strides. A state has
-    ``block``, ``head`` for its units, and ``dim``.
+    Keys are ``(layer, part)`` such as ``(0, "k")``, a layer for all parts along the axis ``kv``, or
+    a group's name for all of its layers along the axis ``layer``. ``axes`` names the axes of each
+    tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``, ``token``, ``head``,
+    ``dim``. A state has ``block``, ``head`` for its units, and ``dim``.
 
     CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
     before any moves. Raises `GeometryError` and `SegmentError`.

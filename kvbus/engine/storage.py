@@ -1,4 +1,4 @@
-"""Shared memory for tensors: a CPU tensor moves there in place, a GPU tensor stays."""
+"""Shared memory for tensors."""
 
 import errno
 import os
@@ -15,9 +15,9 @@ _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so 
 
 
 class SharedStorage(TorchStorage):
-    """A torch storage in shared memory, with its own descriptor; made by ``share_tensor``.
+    """A torch storage in shared memory; its file cannot be sealed.
 
-    The file cannot be sealed. The memory lives as long as a tensor, this object or a mapping.
+    The memory lives as long as a tensor, this object or a mapping.
     """
 
     def __init__(self, storage: torch.UntypedStorage, fd: int) -> None:
@@ -30,7 +30,6 @@ class SharedStorage(TorchStorage):
         return self._fd
 
     def close(self) -> None:
-        """Close the descriptor; tensors keep their memory."""
         if not self.closed:
             os.close(self._fd)
         super().close()
@@ -123,7 +122,6 @@ def _mapped_file_name(address: int) -> str:
 
 
 def _check_room(size_bytes: int) -> None:
-    """Raise advice before torch fails or the kernel kills the process."""
     check_memory(size_bytes)
     room = os.statvfs(_SHARED_MEMORY_FOLDER)
     available_bytes = room.f_bavail * room.f_frsize

@@ -18,7 +18,6 @@ MAX_FILE_BYTES = 4096
 
 
 def read_secret(path: Path) -> KeyPair:
-    """Raise `ConfigError` for an unsafe or invalid file."""
     fields = _fields(path, _require_private)
     if "secret_key" not in fields:
         raise ConfigError(f"{path} has no secret_key; make a key with: kvbus keys new FILE")
@@ -32,12 +31,10 @@ def read_secret(path: Path) -> KeyPair:
 
 
 def read_private(path: Path) -> bytes:
-    """Raise `ConfigError` if other users can read the file."""
     return read(path, _require_private)
 
 
 def read_public(path: Path) -> str:
-    """Read a secret or public key file; raises `ConfigError`."""
     key = str(_fields(path, lambda *_: None).get("public_key", ""))
     try:
         require_key(key)
@@ -47,7 +44,6 @@ def read_public(path: Path) -> str:
 
 
 def write_secret(path: Path, pair: KeyPair) -> None:
-    """Raise `ConfigError`, also if it exists."""
     text = (
         "# The secret key of a kvbus agent or tool: nobody else may read it. Others trust\n"
         "# public_key: kvbus keys trust FILE KEY --name NAME --role ROLE\n"
@@ -74,7 +70,7 @@ def require_unwritable(path: Path, status: os.stat_result) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
-    """Our group may read a file of root, such as a Kubernetes secret."""
+    """Let our group read a file of root, such as a Kubernetes secret."""
     require_unwritable(path, status)
     lent = status.st_uid == 0 and os.geteuid() != 0
     if status.st_mode & (0o007 if lent else 0o077):
@@ -96,7 +92,6 @@ def _fields(path: Path, check: Check) -> Mapping[str, Any]:
 
 
 def create(path: Path, text: str, mode: int) -> None:
-    """Create a file atomically; raises `ConfigError`, also if it exists."""
     try:
         _put(path, text, mode, os.link)
     except FileExistsError as error:

@@ -46,7 +46,7 @@ class TrustedKey:
 
 
 Line = tuple[str, TrustedKey | ConfigError | None]
-"""With a key, an error, or None for a comment or an empty line."""
+"""Its key or error; None for a comment or an empty line."""
 
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
@@ -59,7 +59,6 @@ def write_trusted(path: Path, trusted: TrustedKey) -> None:
 
 
 def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
-    """Remove and return the lines with this name or key."""
     with _locked(path) as file:
         lines = _lines(file)
         found = [one for _, one in lines if isinstance(one, TrustedKey)]
@@ -70,7 +69,7 @@ def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
 
 
 class TrustedKeys:
-    """As of the last `refresh`, which one thread at a time may call; others may read meanwhile."""
+    """The keys as of the last `refresh`; one thread at a time may call that."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

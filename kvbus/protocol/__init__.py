@@ -1,7 +1,4 @@
-"""Messages, codec and ticket of the wire protocol (pure: no I/O).
-
-Tests import from here; the product imports from the submodules.
-"""
+"""The wire protocol: messages, codec and ticket (no I/O)."""
 # ruff: noqa: F403  the files are the list
 
 from kvbus.protocol.attach import *

@@ -1,4 +1,4 @@
-"""Messages of the Unix sockets: engines pass memory, prefill agents lend it to readers."""
+"""Messages of the Unix sockets."""
 
 from typing import Annotated
 

@@ -14,11 +14,10 @@ from kvbus.errors import ErrorCode
 from kvbus.protocol.ticket import Ticket
 
 CELLS_BYTES = 4096
-"""Size of a page of cells, each of 64 bits in native byte order."""
+"""A page of cells, each of 64 bits in native byte order."""
 NUM_CELLS = CELLS_BYTES // 8
 Swap = Callable[[int, int, int], int]
-"""Compare-and-swap: ``swap(number, expected, value)`` sets the cell if it equals ``expected``, and
-returns its previous value."""
+"""Compare-and-swap of cell number, expected and new value; returns the previous value."""
 _LIVE, _COMMITTED, _NAMED = 1, 2, 3
 
 
@@ -75,10 +74,9 @@ class CommitCell:
         return self._swap(self._number, self._live, mark) == self._live
 
     def close(self) -> ErrorCode | None:
-        """Close the cell, so that no reader can commit the offer with it.
+        """Close the cell; return why the offer is over, or None if the cell was live.
 
-        Return None if the cell was live, else why the offer is over: a reader committed it, or its
-        engine left, perhaps unnoticed by the agent so far.
+        It is over if a reader committed it, or its engine left, perhaps unnoticed by the agent.
         """
         self._found = self._swap(self._number, self._live, 0)
         if self._found == self._live:
@@ -87,23 +85,20 @@ class CommitCell:
 
     @property
     def commits(self) -> tuple[int, ...]:
-        """The mark of the commit that `close` found, if there was one."""
+        """The mark of the commit that `close` found."""
         return (self._found,) if self._found and self._found & 3 == _COMMITTED else ()
 
     @property
     def is_committed(self) -> bool:
-        """Whether a reader has committed the offer. False once the cell is closed."""
+        """False once the cell is closed."""
         return not self.is_closed and self._swap(self._number, 0, 0) & 3 == _COMMITTED
 
     def is_committed_by(self, token: str) -> bool:
-        """Return whether a reader with this token has committed the offer."""
         return self._swap(self._number, 0, 0) == commit_mark(self._secret, token)
 
 
 class CellNames:
-    """Names for the cells of an engine's offers. Each name is unique, and live names never share a
-    cell.
-    """
+    """Unique names for the cells of an engine's offers; live ones never share a cell."""
 
     def __init__(self, swap: Swap) -> None:
         self._swap, self._num_opened = swap, 0
@@ -119,18 +114,13 @@ class CellNames:
         return name
 
     def close(self, name: int) -> tuple[int, ...]:
-        """Close the cell of an offer: readers can no longer commit by it.
-
-        Return the mark of the commit that it held, if there was one.
-        """
+        """Return the mark of a commit; readers can no longer commit by this cell."""
         found = self._put(name % NUM_CELLS, 0)
         self._free.append(name % NUM_CELLS)
         return (found,) if found & 3 == _COMMITTED else ()
 
     def _put(self, number: int, value: int) -> int:
-        """Set the cell and return its previous value. A close keeps a commit until the cell's next
-        offer.
-        """
+        """Set the cell; a close keeps a commit until the cell's next offer."""
         expected = 0
         while (found := self._swap(number, expected, value)) != expected:
             if not value and found & 3 == _COMMITTED:
@@ -140,7 +130,7 @@ class CellNames:
 
 
 def commit_mark(secret: str, token: str) -> int:
-    """Return the mark of a commit with ``token`` of the offer that has this ``secret``.
+    """Return the mark of a commit with ``token`` of the offer with this ``secret``.
 
     A cell holds it after the commit. Its engine keeps it for the next agent; see `Republished`.
     """

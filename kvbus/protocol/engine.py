@@ -1,4 +1,4 @@
-"""Messages between an agent and its local engines, on the engine socket."""
+"""Messages on the engine socket."""
 
 from enum import StrEnum
 from typing import Annotated, Any

@@ -1,8 +1,4 @@
-"""The envelope of a frame: a msgpack map, and its validation.
-
-`decode` refuses a frame that is too large, has too many items, or has a key twice. It also refuses
-one that is not a map with string keys, has another version, or lacks a field. Items are counted
-before anything is built. Each refusal is a `ProtocolError`, with the request id if it is readable.
+"""The envelope of a frame: a msgpack map, and its validation before anything is built.
 
 One frame is one message. Its keys determine its kind:
 
@@ -27,13 +23,11 @@ from kvbus.protocol.message import Message, Redacted
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_PEER_REQUEST_BYTES = 4 * 1024 * 1024
-"""Limit of a request on the peer socket, which strangers can reach. Replies have the limit of all
-frames."""
+"""On the peer socket, which strangers can reach."""
 MAX_ITEMS = 2**18
 """Items inside arrays and maps, keys included: about 30 ranks of 160 regions each."""
 MAX_PEER_ITEMS = 2**13
-"""Items of a request on the peer socket; decoding them takes about 2 ms. The largest `pack` has
-5,300."""
+"""Decoding them takes about 2 ms. The largest `pack` has 5,300."""
 MAX_ID = 2**64 - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -84,7 +78,7 @@ Envelope = RequestFrame | Reply | Notice
 def encode_request(
     op: str, request_id: int, boot: str, body: Message | Body, *, secret: str = ""
 ) -> bytes:
-    """Return the frame; raise `ProtocolError` if it exceeds `MAX_FRAME_BYTES`."""
+    """Raise `ProtocolError` if it exceeds `MAX_FRAME_BYTES`."""
     fields = {"v": PROTOCOL_VERSION, "op": op, "id": request_id, "boot": boot, "body": body}
     return _pack(fields | {"secret": secret} if secret else fields)
 
@@ -98,12 +92,11 @@ def encode_refusal(request_id: int, boot: str, error: Message | Body) -> bytes:
 
 
 def encode_notice(op: str, seq: int, boot: str, body: Message | Body) -> bytes:
-    """Return the frame of a notice or an event."""
     return _pack({"v": PROTOCOL_VERSION, "op": op, "seq": seq, "boot": boot, "body": body})
 
 
 def decode(frame: bytes, *, max_items: int = MAX_ITEMS) -> Envelope:
-    """Return the envelope in ``frame``; raise only `ProtocolError`, for any bytes."""
+    """Raise only `ProtocolError`, with the request id if it is readable."""
     if len(frame) > MAX_FRAME_BYTES:
         raise too_large(len(frame))
     fields = unpack_map(frame, max_items=max_items)
@@ -161,7 +154,7 @@ def _wrong(fields: dict[str, Any], field: str, problem: str) -> ProtocolError:
 
 
 def unpack_map(frame: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """Return the map in ``frame``; raise only `ProtocolError`, for any bytes."""
+    """Raise only `ProtocolError`, for any bytes."""
     # An item takes at least one byte, so a short frame needs no count.
     if len(frame) > max_items and num_items(frame, max_items) > max_items:
         raise ProtocolError(
@@ -179,13 +172,12 @@ def unpack_map(frame: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
 
 
 def readable_id(fields: dict[str, Any]) -> int | None:
-    """Return the request id among ``fields``; None if it is missing or invalid."""
     request_id = fields.get("id")
     return request_id if type(request_id) is int and request_id >= 0 else None
 
 
 class _RepeatedKeyError(Exception):
-    """A repeated key, the argument; raised in msgpack's hook."""
+    """Raised in msgpack's hook, with the repeated key."""
 
 
 _unpack = partial(msgpack.unpackb, raw=False, strict_map_key=True, max_ext_len=0)
@@ -240,10 +232,9 @@ for _byte, _size in zip((0xDC, 0xDD, 0xDE, 0xDF), (2, 4, 2, 4), strict=True):
 
 
 def num_items(frame: bytes, most: int = MAX_ITEMS) -> int:
-    """Return the number of items that array and map headers announce; stop above ``most``.
+    """Return the number of items that array and map headers announce, up to ``most``.
 
-    Stop too at the end of the bytes, and at extension types, which are refused anyway. Takes about
-    0.1 µs an item. The items of a header that announces too many are not visited.
+    Stop too at extension types, which are refused anyway. Takes about 0.1 µs an item.
     """
     at, num_left, total = 0, 1, 0
     sizes, children = _SIZES, _CHILDREN

@@ -1,18 +1,13 @@
 """Declarations of messages: the one source of codec, roles, protocol page, schema and C header.
 
-The decorator of a request declares its sockets, roles and refusals; a string below a field
-documents it:
-
     @request("seal", Socket.PREFILL, refusals="offer_unknown")
     class SealOffer(Request[Empty], frozen=True):
         ...
         offer_id: OfferId
 
-The strings below classes and fields are the text of the protocol pages. They use the words of these
-pages: nil, or the op of another message. A field without a string has the one below its type.
-
-A body with a missing field, a wrong type or a value out of range raises `ProtocolError`
-(``invalid``), which names the field. Unknown fields are ignored, so a minor version may add some.
+The strings below classes and fields are the text of the protocol pages, in the words of these
+pages. A field without a string has the one below its type. Unknown fields are ignored, so a minor
+version may add some.
 """
 
 import hmac
@@ -79,7 +74,7 @@ MemoryAccess = Secret
 REDACTED = frozenset(
     {"secret", "token", "access", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
 )
-"""Fields that are, or may contain, a credential. No repr shows them."""
+"""Fields that may contain a credential."""
 
 
 class Socket(StrEnum):
@@ -141,9 +136,9 @@ R = TypeVar("R", bound=Message)
 class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
-    An agent with too many pending requests still accepts those with ``at_once``: they never wait,
-    or have a limit of their own. ``allowed_roles`` are the roles of keys that may send it on a peer
-    socket. All requests of a peer socket are idempotent.
+    A full agent still accepts requests with ``at_once``: they never wait, or have a limit of their
+    own. On a peer socket, requests are idempotent, and only keys with ``allowed_roles`` may send
+    them.
     """
 
     reply: ClassVar[type[Any]]
@@ -174,10 +169,9 @@ def request(
     allowed_roles: Iterable[Role] = (Role.DECODE,),
     at_once: bool = False,
 ) -> Callable[[type[Q]], type[Q]]:
-    """Declare the request ``op`` of ``sockets``; see `Request`.
+    """Declare the request ``op`` of ``sockets``.
 
-    ``refusals`` are its error codes, separated by spaces, in addition to those of all requests. On
-    a peer socket, only keys of the roles ``allowed_roles`` may send it.
+    ``refusals`` are its error codes, separated by spaces, in addition to those of all requests.
     """
 
     def declare(kind: type[Q]) -> type[Q]:
@@ -193,8 +187,6 @@ def request(
 
 
 def notice(op: str) -> Callable[[type[M]], type[M]]:
-    """Declare a notice from agents to engines."""
-
     def declare(kind: type[M]) -> type[M]:
         kind.op, NOTICES[op] = op, kind
         return kind
@@ -218,7 +210,6 @@ def may_ask(roles: Iterable[Role], op: str) -> bool:
 
 
 def may_hear(roles: Iterable[str]) -> bool:
-    """Return whether one of ``roles`` may subscribe to events."""
     return not HEARS_EVENTS.isdisjoint(roles)
 
 
@@ -234,13 +225,12 @@ class ErrorBody(Message, frozen=True):
 
 
 def to_body(message: Message) -> dict[str, Any]:
-    """Return the map of ``message``, ready for msgpack."""
     body: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return body
 
 
 def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
-    """Return the typed body; raise `ProtocolError` (``invalid``) that names the wrong field."""
+    """Raise `ProtocolError` (``invalid``) that names the wrong field."""
     try:
         return msgspec.convert(body, kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
@@ -250,7 +240,6 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:
-    """Return the ``error`` map for ``error``; ``busy`` gets a ``retry_after_s``."""
     is_busy = error.code is ErrorCode.BUSY
     hint: dict[str, Scalar] = {"retry_after_s": BUSY_RETRY_S} if is_busy else {}
     return {
@@ -263,8 +252,7 @@ def error_body(error: KVBusError) -> dict[str, Any]:
 def refusal(body: Mapping[str, Any]) -> RequestRefused:
     """Return the exception for an ``error`` map with any content.
 
-    An unknown code, from a newer peer, becomes ``internal``; the detail keeps it as
-    ``remote_code``. Detail values that are not plain are dropped.
+    An unknown code, from a newer peer, becomes ``internal``; the detail has it as ``remote_code``.
     """
     text, detail = body.get("message"), _plain(body.get("detail"))
     try:

@@ -1,7 +1,6 @@
-"""Messages on the peer socket of an agent, from other agents, routers and tools.
+"""Messages on the peer socket of an agent.
 
-Annotations have types and ranges; the agent checks the meaning. A request with an ``agent_boot`` is
-for that process of the agent; any other process refuses it with ``stale``.
+Any other process than ``agent_boot`` refuses a request with ``stale``.
 """
 
 from typing import Annotated, Any, Literal

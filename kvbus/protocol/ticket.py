@@ -1,8 +1,7 @@
 """Credentials that a router carries: the ticket of an offer, or a rendezvous before there is one.
 
-Both are small maps that pass through any JSON. The agents of a site share the keys that sign them.
-`TicketKeys` refuses a ticket that was altered, has an unknown key, or is outside its lifetime.
-Times are seconds since 1970, and callers pass them in.
+Both are small maps that pass through any JSON, signed with keys of the site. Times are seconds
+since 1970.
 """
 
 import base64
@@ -60,13 +59,12 @@ class RouterTicket(Redacted, frozen=True):
     what: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a map of strings and integers only, safe in any JSON."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 
     @classmethod
     def from_json(cls, fields: object) -> Self:
-        """Return the parsed ``fields``; raise `ProtocolError` with the reason."""
+        """Raise `ProtocolError` with the reason."""
         try:
             carried = msgspec.convert(fields, cls)
             msgspec.json.encode(carried)  # JSON can escape a lone surrogate, which UTF-8 cannot
@@ -123,7 +121,7 @@ class Ticket(RouterTicket, frozen=True):
     """As in ``offer``. Not signed: a wrong value only makes the fetch slower."""
 
     def tables(self) -> dict[str, BlockTable]:
-        """Return the block tables in ``blocks``, by group. Raises `ProtocolError`."""
+        """Return the block tables in ``blocks``. Raises `ProtocolError`."""
         if not self.blocks:
             return {}
         try:
@@ -161,7 +159,7 @@ class Rendezvous(RouterTicket, frozen=True):
         return isinstance(fields, dict) and "transfer_id" in fields
 
     def unknown_ticket(self) -> Ticket:
-        """Return a ticket with the fields known so far; the others are placeholders."""
+        """Return a ticket with placeholders for unknown fields."""
         return Ticket(
             agent_id=UNKNOWN,
             agent_boot=UNKNOWN,
@@ -177,7 +175,7 @@ class Rendezvous(RouterTicket, frozen=True):
 
 
 def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
-    """Return ``tables`` as ``blocks`` of a ticket; empty if there are over ``max_blocks``."""
+    """Return ``blocks`` of a ticket; empty if there are over ``max_blocks``."""
     if sum(len(table) for table in tables.values()) > max_blocks:
         return ""
     return base64.b64encode(msgspec.msgpack.encode(dict(tables))).decode()
@@ -187,7 +185,7 @@ T = TypeVar("T", Ticket, Rendezvous)
 
 
 class TicketKeys:
-    """The keys of a site. The first one signs and all verify, so that keys can be rotated."""
+    """The keys of a site. The first one signs and all verify, for rotation."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not keys:
@@ -236,10 +234,9 @@ class TicketKeys:
 
 
 def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
-    """Return the HMAC-SHA256 of all other fields: compact JSON, in the order of the protocol page.
+    """Return the HMAC-SHA256 of the other fields: compact JSON, in the order of the protocol page.
 
-    Empty ``blocks``, ``traceparent`` and ``cell`` are left out: agents that do not know these
-    fields sign without them.
+    Empty ``blocks``, ``traceparent`` and ``cell`` are left out: older agents do not know these.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
     if not fields.get("blocks", True):
@@ -251,11 +248,10 @@ def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str] = ("",)) -> str:
-    """Return the digest that identifies a prompt at both engines; see [Prompt
-    digest](#prompt-digest).
+    """Return the digest that identifies a prompt at both engines.
 
     ``conditions`` are the other inputs of the KV: first the name of the LoRA adapter, empty for
-    none. Then comes the identifier of each image or other item, in prompt order.
+    none; then the identifier of each image or other item, in prompt order.
     """
     ids = array("q", token_ids)
     if sys.byteorder == "big":

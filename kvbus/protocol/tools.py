@@ -1,7 +1,4 @@
-"""Messages for routers and tools: status, cost of a handoff, traces, and events.
-
-Events may be lost: an event is a hint to request the state, never the state itself.
-"""
+"""Messages for routers and tools. Events may be lost: they are hints to request the state."""
 
 import re
 from dataclasses import dataclass
@@ -245,7 +242,7 @@ class Trace(Request[Traced], frozen=True):
 
 
 class TraceResult(Redacted, frozen=True):
-    """A service's reply to `Trace`: the spans of each offer or fetch, oldest first."""
+    """The spans of each offer or fetch, oldest first."""
 
     entries: tuple[tuple[Span, ...], ...] = ()
     others: tuple[OtherAgent, ...] = ()
@@ -262,11 +259,10 @@ class TraceResult(Redacted, frozen=True):
 
 
 class Live(msgspec.Struct, frozen=True):
-    """A snapshot of an agent: its process ``boot``, at ``now_s`` of the clock of the spans.
+    """A snapshot of an agent, at ``now_s`` of the clock of its spans.
 
-    ``metrics`` are the samples of its Prometheus page, by name and labels in the page's form.
-    ``recent`` has the spans of its newest offers or fetches. ``key_options`` are the options that a
-    command needs to reach this agent from here; empty without keys.
+    ``metrics`` are keyed as on its Prometheus page. ``recent`` has the spans of its newest offers
+    or fetches. ``key_options`` are the options of commands to this agent.
     """
 
     status: AgentStatus
@@ -283,7 +279,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A parsed ``traceparent``: the trace, the parent span, and whether the trace is sampled."""
+    """A parsed W3C ``traceparent``."""
 
     trace_id: str
     span_id: str
@@ -291,7 +287,6 @@ class TraceParent:
 
     @classmethod
     def read(cls, text: str) -> "TraceParent | None":
-        """Return the parsed ``text``, or None if it is not a ``traceparent``."""
         found = _FORM.fullmatch(text)
         if found is None:
             return None
@@ -302,12 +297,11 @@ class TraceParent:
 
 
 def known_trace(*texts: str) -> str:
-    """Return the first valid ``traceparent`` of ``texts``; empty if there is none."""
+    """Return the first valid ``traceparent``, or ""."""
     return next((text for text in texts if text and TraceParent.read(text)), "")
 
 
 def trace_attributes(*texts: str) -> dict[str, str]:
-    """Return span attributes with the first valid ``traceparent`` of ``texts``."""
     text = known_trace(*texts)
     return {"traceparent": text} if text else {}
 

@@ -1,1 +1,1 @@
-"""The base of the sans-IO state machines, for offers, fetches, slots and reads."""
+"""The base of the sans-IO state machines."""

@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
-"""Of a retired entry and of a step, on Python 3.12."""
+"""Approximate memory of a retired entry and of a step, on Python 3.12."""
 KEPT_S, KEPT_ANYWAY = 60.0, 1024
-"""Retired entries: this long if the bounds allow it, and this many for longer."""
+"""Retired entries: kept this long if the bounds allow it, and this many for longer."""
 MOST_NAMESAKES = 64
-"""Found by name: engines may reuse one often."""
+"""Retired entries that are found by one name."""
 
 Handler = Callable[..., list[Any]]
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
@@ -66,10 +66,7 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
 
 
 class History:
-    """The last `MAX_STEPS` events of one entry and their effects.
-
-    It keeps kinds and error texts only, so that block tables and tracebacks are freed.
-    """
+    """The last `MAX_STEPS` events of one entry, without block tables and tracebacks."""
 
     __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at")
 
@@ -199,17 +196,17 @@ class Table(Generic[K, N, L, C]):
     # Live entries number a few thousand and are scanned. Retired ones are too many to scan on the
     # event loop (tens of ms).
     def named(self, name: str) -> list[N]:
-        """Oldest first, with the last retired ones."""
+        """Return live and retired entries, oldest first."""
         retired = [self.retired[key] for key in self._retired_as.get(name, ())]
         return retired + [one for one in self.live.values() if name in self._names_of(one)]
 
     def newest(self, number: int) -> list[N]:
-        """Live ones first, the newest of each first."""
+        """Return live entries first, the newest of each first."""
         newest = chain(reversed(self.live.values()), reversed(self.retired.values()))
         return list(islice(newest, number))
 
     def _names_of(self, _entry: N) -> tuple[str, ...]:
-        """Entries may share names."""
+        """Return names, which entries may share."""
         return ()
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
@@ -270,7 +267,7 @@ class Table(Generic[K, N, L, C]):
 class Promise(Generic[E]):
     """The event that a command must cause: call it with the event, or `fail` it, once.
 
-    A dropped promise fails by itself; otherwise an entry would wait for ever.
+    A dropped promise fails by itself.
     """
 
     __slots__ = ("_driver", "_failed", "is_kept")
@@ -305,8 +302,7 @@ class Driver(Generic[E]):
     """Feeds ``table`` with events and runs its commands, in the event loop's thread.
 
     Before the first event, its owner fills ``commands``, and registers those that cause an event
-    with `promise`. ``on_defect`` receives exceptions of commands; without it, `dispatch` raises
-    them.
+    with `promise`. Without ``on_defect``, `dispatch` raises exceptions of commands.
     """
 
     def __init__(
@@ -360,7 +356,6 @@ class Driver(Generic[E]):
     #                                        ─▶ c2
     #                 ─▶ handle(B) ─▶ ...
     def dispatch(self, event: E | DeadlinePassed) -> None:
-        """Apply ``event`` and the events that commands cause; then raise the commands' errors."""
         self._events.append(event)
         if self._running:
             return
@@ -383,7 +378,7 @@ class Driver(Generic[E]):
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
     def fail_later(self, failure: Callable[[Exception], E]) -> None:
-        """A `Promise` was dropped; thread-safe."""
+        """Dispatch the ``failure`` of a command whose `Promise` was dropped; thread-safe."""
 
         def fail() -> None:
             if not self._is_stopped:
