@@ -145,10 +145,10 @@ def describe_tensors(
 ) -> RankMemory:
     """Share the engine's own tensors as the memory of ``rank``.
 
-    Keys are ``(layer, part)`` such as ``(0, "k")``, a layer for all parts along the axis ``kv``, or
-    a group's name for all of its layers along the axis ``layer``. ``axes`` names the axes of each
-    tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``, ``token``, ``head``,
-    ``dim``. A state has ``block``, ``head`` for its units, and ``dim``.
+    Keys are ``(layer, part)`` such as ``(0, "k")``, or a layer for all parts along the axis ``kv``.
+    A group's name means all of its layers, along the axis ``layer``. ``axes`` names the axes of
+    each tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``, ``token``,
+    ``head``, ``dim``. A state has ``block``, ``head`` for its units, and ``dim``.
 
     CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
     before any moves. Raises `GeometryError` and `SegmentError`.

@@ -251,7 +251,7 @@ def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str] = ("",)) -
     """Return the digest that identifies a prompt at both engines.
 
     ``conditions`` are the other inputs of the KV: first the name of the LoRA adapter, empty for
-    none; then the identifier of each image or other item, in prompt order.
+    none. Then comes the identifier of each image or other item, in prompt order.
     """
     ids = array("q", token_ids)
     if sys.byteorder == "big":

@@ -103,7 +103,10 @@ class History:
 
 
 class Entry(Protocol):
-    """An entry of a table, named by ``key``. `DeadlinePassed` is applied at ``due_at``."""
+    """An entry of a table, named by ``key``. `DeadlinePassed` is applied at ``due_at``.
+
+    ``retire`` frees what only a live entry needs.
+    """
 
     history: History
 
