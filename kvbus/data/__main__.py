@@ -1,7 +1,4 @@
-"""``python -m kvbus.data FD``: a data process at the other end of an agent's channel.
-
-The control process starts it and closes it. Other inherited descriptors stay open until exit.
-"""
+"""``python -m kvbus.data FD``: a data process."""
 
 import ctypes
 import os

@@ -1,8 +1,4 @@
-"""Channel of messages and file descriptors between two processes of one agent.
-
-A SEQPACKET socketpair. A message has one or more frames of up to `FRAME_BYTES` and `FRAME_FDS`. A
-frame's first byte tells whether more follow.
-"""
+"""Channel of messages and file descriptors between two processes of one agent."""
 
 import array
 import contextlib
@@ -30,10 +26,7 @@ R = TypeVar("R")
 
 
 class Channel(Generic[S, R]):
-    """End that sends ``S`` and receives ``R``. Any thread may call `send`.
-
-    It never blocks: unsent frames are kept for `flush`. Messages are trusted.
-    """
+    """Messages are trusted."""
 
     def __init__(self, sock: socket.socket, receives: object) -> None:
         self._sock = sock
@@ -56,7 +49,7 @@ class Channel(Generic[S, R]):
         return bool(self._unsent)
 
     def send(self, message: S, fds: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of ``fds``. Raises `ClosedError`."""
+        """Send from any thread without blocking; unsent frames are kept. Raises `ClosedError`."""
         frames = list(_frames(self._encoder.encode(message), fds))
         with self._lock:
             for number, (frame, some) in enumerate(frames):
@@ -65,7 +58,6 @@ class Channel(Generic[S, R]):
                     return
 
     def flush(self) -> None:
-        """Send kept frames, as far as possible. Raises `ClosedError`."""
         with self._lock:
             while self._unsent:
                 frame, fds = self._unsent[0]
@@ -76,10 +68,7 @@ class Channel(Generic[S, R]):
                 _close(fds)
 
     def receive(self) -> tuple[R, list[int]] | None:
-        """Return the next message, if any, with descriptors that the caller owns.
-
-        Raises `ClosedError` if the peer is gone, and `ProtocolError`.
-        """
+        """The caller owns the descriptors. Raises `ClosedError`, `ProtocolError`."""
         while True:
             try:
                 frame, fds, flags, _ = socket.recv_fds(self._sock, FRAME_BYTES + 1, FRAME_FDS)

@@ -18,7 +18,6 @@ MAX_MESSAGES_A_TURN = 256
 
 
 def spawner(loop: asyncio.AbstractEventLoop, *, held_fds: Iterable[int] = ()) -> Spawn:
-    """Return a starter of data processes that hold ``held_fds`` open until exit."""
     return partial(_DataChild, loop, tuple(held_fds))
 
 
@@ -26,7 +25,7 @@ def spawner(loop: asyncio.AbstractEventLoop, *, held_fds: Iterable[int] = ()) ->
 # readable, no write of the process can land. Replies of completed jobs may still be in the channel:
 # they are read first, and only then is the end reported.
 class _DataChild:
-    """Data process, spawned by the main thread: the end of another thread would kill it."""
+    """Spawned by the main thread: the end of another thread would kill the process."""
 
     def __init__(
         self,

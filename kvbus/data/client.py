@@ -1,4 +1,4 @@
-"""Data process as seen by the control process: started, restarted, given jobs.
+"""Data process as seen by the control process.
 
 If it crashes, its requests fail, and the next data process gets all definitions again.
 """
@@ -21,7 +21,7 @@ from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError, Transfe
 
 MAX_JOBS = 16_384
 LIVED_S = 30.0
-"""Lifetime after which a data process is restarted without a pause."""
+"""A data process that lived this long is restarted without a pause."""
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
 
 OnReply = Callable[[wire.DataReply], object]
@@ -33,27 +33,20 @@ class DataProcessHandle(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def send(self, message: wire.ToData, fds: Sequence[int] = ()) -> None:
-        """Send without blocking. A broken channel shows as the end of the process."""
-        ...
+    def send(self, message: wire.ToData, fds: Sequence[int] = ()) -> None: ...
 
     def kill(self) -> None: ...
 
 
 OnMessage = Callable[[wire.FromData], None]
 OnExit = Callable[[str], None]
-"""Called with the reason, after the last message. No write of the process can land any more."""
+"""Called after the last message. No write of the process can land any more."""
 Spawn = Callable[[str, OnMessage, OnExit], DataProcessHandle]
-"""Start a data process with a boot id. Raises ``OSError``."""
 
 
 @dataclass(slots=True, eq=False)
 class Defined:
-    """Object that jobs name: a memory, a peer, a plan, or slots. It refers to ``needs``.
-
-    ``fds`` stay open while it may be defined again. ``result`` and ``error`` are those of the
-    running process, once ``is_answered``.
-    """
+    """Object that jobs name. ``fds`` stay open while it may be defined again."""
 
     add: wire.ToData
     remove: wire.ToData | None = None
@@ -77,7 +70,6 @@ class Defined:
         raise TypeError(f"{type(self.add).__name__} defines nothing with a number")
 
     def closure(self) -> Iterator[Defined]:
-        """Yield what it needs, then itself."""
         for one in self.needs:
             yield from one.closure()
         yield self
@@ -85,8 +77,6 @@ class Defined:
 
 @dataclass(slots=True, eq=False)
 class StartedJob:
-    """Job in flight. Its one reply comes after all of its I/O has ended."""
-
     on_reply: OnReply
     uses: tuple[Defined, ...]
     is_aborted: bool = False
@@ -95,8 +85,6 @@ class StartedJob:
 
 @dataclass(frozen=True, slots=True)
 class DataStatus:
-    """State for `kvbus status`. ``problem`` is why no data process is running."""
-
     pid: int
     boot: str
     num_restarts: int
@@ -105,12 +93,6 @@ class DataStatus:
 
 
 class DataProcess:
-    """Sequence of data processes, used on the event loop.
-
-    ``on_change`` is called at each start and end. ``on_cut`` gets a memory and a segment that its
-    owner truncated.
-    """
-
     def __init__(
         self,
         spawn: Spawn,
@@ -133,7 +115,6 @@ class DataProcess:
         self._pending: dict[int, OnReply] = {}
         self._jobs: dict[int, StartedJob] = {}
         self._kept: dict[Defined, None] = {}
-        """Objects that each new data process gets."""
         self._known: dict[Defined, None] = {}
         self._num_progress = 0
         self._is_open = self.is_closing = self._is_replacing = False
@@ -146,7 +127,6 @@ class DataProcess:
 
     @property
     def nixl_name(self) -> str:
-        """Name of the NIXL agent, unique to the running data process."""
         return f"{self._name}-{self.boot}"
 
     @property
@@ -171,7 +151,6 @@ class DataProcess:
     # Lifecycle.
 
     async def run(self) -> None:
-        """Run data processes, one after the other, until `close`."""
         failures = 0
         loop = asyncio.get_running_loop()
         while not self.is_closing:
@@ -191,7 +170,6 @@ class DataProcess:
             self.num_restarts += 1
 
     def start_one(self) -> None:
-        """Start a data process and define all kept objects. Raises ``OSError``."""
         self.boot = boot = self._new_boot()
         try:
             self._child = self._spawn(boot, partial(self._receive, boot), partial(self._end, boot))
@@ -210,11 +188,7 @@ class DataProcess:
         self.on_change()
 
     async def replace(self, reason: str, *, grace_s: float) -> None:
-        """Kill the data process because aborted jobs do not end.
-
-        Other jobs get ``grace_s`` to end; no job starts meanwhile. Jobs that then fail may be
-        repeated.
-        """
+        """Kill the data process because aborted jobs do not end; others get ``grace_s``."""
         if not self.is_running:
             return
         boot, self._is_replacing = self.boot, True
@@ -231,13 +205,11 @@ class DataProcess:
             await self._started.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill the data process, if any; another follows."""
         if self._child is not None:
             self._killed_for = reason
             self._child.kill()
 
     async def close(self) -> None:
-        """Kill the data process for good, and wait for its end."""
         self.is_closing = True
         if self._child is not None:
             self._child.kill()
@@ -246,7 +218,6 @@ class DataProcess:
     # Requests.
 
     async def open_nixl(self) -> None:
-        """Open NIXL now and in each later data process. Raises `KVBusError`."""
         self._is_open, boot = True, self.boot
         if self._num_progress:
             self._send_progress()
@@ -266,10 +237,6 @@ class DataProcess:
         self.nixl_error = reply.failure()
 
     async def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.DataReply:
-        """Send a request that is not a job, and return its reply.
-
-        Raises the reply's `KVBusError`, or `TransferFailed` if the data process ends first.
-        """
         self._check_running()
         return await self._request(message, fds)
 
@@ -287,10 +254,7 @@ class DataProcess:
         return reply
 
     async def define(self, defined: Defined) -> wire.Result | None:
-        """Define an object now and in each later data process; return its result.
-
-        Waits for a running data process. Raises `KVBusError`; the object is not kept then.
-        """
+        """Define an object now and in each later data process. Raises `KVBusError`."""
         self._kept[defined], defined.is_removed = None, False
         try:
             return await self.result(defined)
@@ -299,10 +263,7 @@ class DataProcess:
             raise
 
     async def result(self, defined: Defined) -> wire.Result | None:
-        """Wait for the running data process's result for an object. Raises `KVBusError`.
-
-        Without a data process, only kept objects wait for the next one.
-        """
+        """Raises `KVBusError`. Without a data process, only kept objects wait for the next one."""
         if any(one.is_discarded for one in defined.closure()):
             raise _gone()  # its descriptors may be closed, and their numbers reused
         if not defined.is_answered:
@@ -323,11 +284,7 @@ class DataProcess:
         return defined.result
 
     async def discard(self, defined: Defined) -> None:
-        """Zero the bytes of a memory for good, and wait for that.
-
-        Jobs that use it are aborted. Its addresses stay until `remove`; its descriptors may be
-        closed.
-        """
+        """Abort the jobs that use a memory, and zero its bytes; its descriptors may be closed."""
         self._kept.pop(defined, None)
         defined.is_discarded = True
         _settle(defined)
@@ -338,7 +295,6 @@ class DataProcess:
                 await self._request(wire.DiscardMemory(memory=defined.add.memory))
 
     def remove(self, defined: Defined) -> None:
-        """Remove an object, once no job uses it."""
         self._kept.pop(defined, None)
         defined.is_removed = True
         _settle(defined)
@@ -346,7 +302,6 @@ class DataProcess:
             self._undefine(defined)
 
     def knows(self, defined: Defined) -> bool:
-        """Whether the running data process has the object, or will get it."""
         return defined in self._known
 
     def forget(self, defined: Defined) -> None:
@@ -357,10 +312,7 @@ class DataProcess:
     def start(
         self, message: wire.Job, on_reply: OnReply, *, uses: Iterable[Defined] = ()
     ) -> StartedJob:
-        """Start a job that uses these objects. ``on_reply`` is called once, after this returns.
-
-        Raises `TransferFailed` without a running data process, and `LocalError` (``busy``).
-        """
+        """``on_reply`` is called once, after this returns. Raises `TransferFailed`."""
         self._check_running()
         if len(self._jobs) >= MAX_JOBS:
             raise LocalError(
@@ -380,7 +332,6 @@ class DataProcess:
         return job
 
     def drive_progress(self) -> ProgressToken:
-        """Demand progress until the token is closed. Demands are counted."""
         token = ProgressToken()
         token.callback(self._end_progress)
         self._num_progress += 1

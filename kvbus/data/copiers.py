@@ -14,13 +14,11 @@ LEAST_PART_BYTES = 1 << 20
 """A part of this size takes longer than to wake another thread."""
 
 Part = Callable[[], int]
-"""Part of a copy; returns the bytes that it moved."""
+"""Returns the bytes that it moved."""
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """Copy in parts, which ``plan`` makes in a thread. ``error`` is why it stopped or failed."""
-
     turn: Key
     plan: Callable[[], Iterable[Part]]
     on_end: Callable[["CopyJob"], None]
@@ -31,7 +29,7 @@ class CopyJob:
     error: KVBusError | None = None
 
     def stop(self, error: KVBusError) -> None:
-        """Start no further part. `on_end` follows once no part runs."""
+        """``on_end`` follows once no part runs."""
         self.error = self.error or error
 
     @property
@@ -40,7 +38,6 @@ class CopyJob:
 
     @property
     def seconds(self) -> float:
-        """Time of all threads together."""
         return sum(seconds for _, seconds in self.moved)
 
     def make_parts(self) -> int:
@@ -57,8 +54,6 @@ class CopyJob:
 #
 # The last thread of a job reports its end.
 class Copiers:
-    """Executor of up to ``num_threads`` parts at a time, in fair turns."""
-
     def __init__(
         self,
         threads: Executor,
@@ -73,13 +68,11 @@ class Copiers:
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
 
     def part_bytes(self, num_bytes: int, *, most: int) -> int:
-        """Return a part size, up to ``most``, that gives each thread a part."""
         return min(most, max(LEAST_PART_BYTES, -(-num_bytes // self._num_threads)))
 
     # A part cannot be stopped, and its thread uses addresses. So only the end of the job is
     # reported: an earlier reply would free a slot that is still read or written.
     def start(self, job: CopyJob) -> None:
-        """Start a job. A thread calls ``on_end`` once, when no part runs."""
         job.parts.append(job.make_parts)
         self._queue(job, partial(self._plan, job))
 
@@ -91,7 +84,6 @@ class Copiers:
         self._turn(job)
 
     def _queue(self, job: CopyJob, task: Callable[[], None]) -> None:
-        """Queue a task and wake a thread. If no thread starts, stop the job."""
         is_added = False
         try:
             with self._lock:
@@ -126,7 +118,6 @@ class Copiers:
             self._leave(job)
 
     def _do_next(self, job: CopyJob) -> bool:
-        """Do one part; return whether there may be another."""
         try:
             part = job.parts.popleft()
         except IndexError:  # another thread may have taken the last one

@@ -30,7 +30,7 @@ WIPES = Turn(owner="wipe")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copying:
-    """Copy job: its parts, and the memories that must still exist at its end."""
+    """``memories`` must still exist at the end."""
 
     turn: Turn
     memories: tuple[LocalMemory, ...]
@@ -101,8 +101,6 @@ def digest(asked: DigestJob, memory: LocalMemory) -> Copying:
 def _cut(
     runs: Runs, memories: tuple[LocalMemory, ...], copiers: Copiers, most: int
 ) -> Iterable[Part]:
-    """Cut so that every thread gets parts and other jobs get turns."""
-
     def part(some: Runs) -> int:
         for memory in memories:
             memory.check_is_there()

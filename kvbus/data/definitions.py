@@ -1,12 +1,4 @@
-"""Objects that requests name, and the requests that wait for them.
-
-    AddMemory 1 ─▶ thread: map ──────▶ register, reply ─▶ AddPlan 2 ─▶ thread ...
-    AddPlan 2      waits for memory 1 ───────────────────┘
-    Read 3         waits for plan 2 ───────────────────────────────────▶ ...
-
-A request waits for one pending object at a time. Requests that wait for an object start in order of
-arrival. An object is pending as soon as the request that makes it waits.
-"""
+"""Objects that requests name, and the requests that wait for them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -66,19 +58,18 @@ NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
     wire.Wipe: lambda asked: (slots(asked.device),),
     wire.DigestJob: lambda asked: (memory(asked.memory),),
 }
-"""Objects that requests name, in the order in which they are awaited."""
+"""In the order in which requests wait for them."""
 
 
 MAKES: dict[type[Any], Callable[[Any], Name]] = {
     wire.AddPeer: lambda asked: peer(asked.peer),
     wire.AddPlan: lambda asked: plan(asked.plan),
 }
-"""Objects made by requests that may have to wait for others."""
 
 
 @dataclass(slots=True, eq=False)
 class Definition:
-    """State of an object. All but its ``maker`` wait while it ``is_pending``."""
+    """All requests but its ``maker`` wait while it ``is_pending``."""
 
     is_pending: bool = True
     value: Any = None
@@ -87,9 +78,12 @@ class Definition:
     waiting: list[tuple[wire.ToData, list[int]]] = field(default_factory=list)
 
 
+# Requests that wait for an object start in order of arrival. Each waits for one object at a time:
+#
+#     AddMemory 1 ─▶ thread: map ──────▶ register, reply ─▶ AddPlan 2 ─▶ thread ...
+#     AddPlan 2      waits for memory 1 ───────────────────┘
+#     Read 3         waits for plan 2 ───────────────────────────────────▶ ...
 class Definitions:
-    """Objects of a data process. ``begin`` gets requests that have waited."""
-
     def __init__(self, begin: Callable[[wire.ToData, list[int]], None]) -> None:
         self._begin = begin
         self._known: dict[Name, Definition] = {}
@@ -101,7 +95,6 @@ class Definitions:
         return self._known.get(name)
 
     def find(self, name: Name) -> Any:
-        """Return an object. Raises the error of its definition, or `LocalError` if undefined."""
         definition = self._known.get(name)
         if definition is None:
             raise LocalError(f"{_in_words(name)} is not defined", code=ErrorCode.INTERNAL)
@@ -115,7 +108,6 @@ class Definitions:
             raise LocalError(f"{_in_words(name)} is defined already", code=ErrorCode.INTERNAL)
 
     def waits(self, message: wire.ToData, fds: list[int]) -> bool:
-        """Return whether a request must wait; it begins later then."""
         for name in self._names(message):
             definition = self._known.get(name)
             if definition is None or not definition.is_pending or definition.maker is message:
@@ -128,13 +120,11 @@ class Definitions:
         return False
 
     def _expect(self, name: Name, maker: wire.ToData) -> None:
-        """Mark the object as pending while its maker waits."""
         definition = self._known.setdefault(name, Definition(is_pending=False))
         if not definition.is_pending:
             definition.is_pending, definition.maker = True, maker
 
     def withdraw(self, maker: wire.ToData) -> None:
-        """Undo `_expect` after the maker failed."""
         make = MAKES.get(type(maker))
         definition = self._known.get(make(maker)) if make is not None else None
         if make is None or definition is None or definition.maker is not maker:
@@ -144,7 +134,6 @@ class Definitions:
         self._resume(definition)
 
     def pend(self, name: Name) -> Definition:
-        """Make requests that name the object wait until it is settled."""
         definition = self._known.setdefault(name, Definition())
         definition.is_pending = True
         return definition

@@ -35,7 +35,6 @@ class DigestParts:
         yield partial(self._digest, number, tiles, num_bytes)
 
     def joined(self) -> bytes:
-        """Return all digests, in the order of `chosen_tiles`."""
         found = [self._found[number] for number in sorted(self._found)]
         return np.concatenate(found).astype("<u8").tobytes()
 

@@ -1,4 +1,4 @@
-"""Jobs of a data process, from the request to its one reply."""
+"""Jobs of a data process. Each gets one reply, after all of its I/O has ended."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +23,11 @@ from kvbus.planning import MAX_FEW, Reads, Runs
 
 MAX_JOBS = 1 << 16
 MAX_INLINE_RUNS, FIRST_RUNS = 2048, 512
-"""A longer READ is planned in two parts: the first now, the second in a thread."""
 SHORT_COPY_BYTES = 128 << 10
 """Limit of copies in the main thread: 30 to 130 µs with the plan. A thread starts in 70 µs."""
 
 
 class Jobs:
-    """Jobs in progress. Each gets one reply, after all of its I/O has ended."""
-
     def __init__(
         self,
         definitions: Definitions,
@@ -59,24 +56,20 @@ class Jobs:
         }
 
     def accept(self, job: wire.Job) -> None:
-        """Accept a job, which may wait before it starts. Raises `LocalError` (``busy``)."""
         if len(self._aborts) >= MAX_JOBS:
             raise LocalError(f"{MAX_JOBS} jobs are in flight", code=ErrorCode.BUSY)
         self._aborts[job.id] = partial(self.fail, job, _cancelled())
 
     def start(self, job: wire.Job) -> None:
-        """Start a job whose objects are ready, unless it has ended."""
         if job.id in self._aborts:
             self._starts[type(job)](job)
 
     def abort(self, number: int) -> None:
-        """Start no further part of a job, which may have ended."""
         abort = self._aborts.get(number)
         if abort is not None:
             abort()
 
     def fail(self, job: wire.Job, error: Exception) -> None:
-        """Fail a job without I/O in flight."""
         self._end(wire.DataReply(to=job.id, error=wire.Failure.of(self._replies.to_error(error))))
 
     def _end(self, reply: wire.DataReply) -> None:
@@ -131,7 +124,6 @@ class Jobs:
         *,
         num_parts: int = 1,
     ) -> Callable[[Reads | Exception], None]:
-        """Start a READ; return the callback that posts a second part."""
         reads: NixlReads = self._find(named.NIXL)
         if self._definitions.get(named.peer(peer)) is None:  # it may have waited for its plan
             raise PeerLost("the peer was removed before the READ began", peer=peer)
@@ -223,7 +215,6 @@ class Jobs:
         self._copiers.start(work)
 
     def _end_copy(self, job: wire.DataRequest, copying: Copying, work: CopyJob) -> None:
-        """Reply, from a thread, once no part runs."""
         error, result = work.error, None
         try:
             if error is None:

@@ -10,11 +10,8 @@ from pathlib import Path
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
+# Linux lists the sockets of the whole machine, so only the process's own descriptors are used.
 def listening_sockets() -> Iterator[tuple[str, int]]:
-    """Yield host and port. Raises ``OSError``.
-
-    Only the process's own descriptors are used: Linux lists the sockets of the whole machine.
-    """
     for path in Path("/proc/self/fd").iterdir():
         number = int(path.name)
         try:

@@ -1,4 +1,4 @@
-"""Main thread of a data process: it waits for messages, and steps READs between them."""
+"""Main thread of a data process."""
 
 import os
 import select
@@ -23,15 +23,12 @@ MAX_MESSAGES_A_PASS = 64
 # The channel and the eventfd must be the first descriptors of the process: `select` takes none
 # above 1,023, and only `select` has timeouts below 1 ms.
 class DataLoop:
-    """Data process, or its stand-in in a thread."""
-
     def __init__(self, sock: socket.socket, bus_errors: BusErrors) -> None:
         self._channel, self._bus_errors = channel_to_control(sock), bus_errors
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls: deque[Callable[[], object]] = deque()
 
     def run(self) -> None:
-        """Serve the channel. Raises `ClosedError` when the peer closes it."""
         server = self._configured()
         while True:
             self._wait(server.pause_s())

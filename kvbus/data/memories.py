@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     Mapped = SegmentMapping | CudaMapping
 
 MAPPINGS_A_CHECK = 64
-"""Mappings between two checks of the machine's limit."""
 OnTruncated = Callable[[str], object]
-"""Called with a segment's id in the thread that touched it. It must not block."""
+"""Called in the thread that touched a segment. It must not block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +48,6 @@ class RemoteMemory:
 # A job checks `gone` after its last part. If it is empty, all bytes that the job read were real.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LocalMemory:
-    """Mapped segments of one rank, all on one ``device``. On a GPU, copies run on ``stream``."""
-
     engine: EngineSpec
     rank: RankSpec
     mappings: Mapping[str, Mapped]
@@ -60,10 +57,9 @@ class LocalMemory:
     device: str = HOST
     stream: CopyStream | None = None
     gone: str = ""
-    """Reason why some bytes are not the engine's own, or ""."""
+    """Reason why some bytes are not the engine's own."""
     registrations: dict[str, Registration] = field(default_factory=dict)
     refused: SegmentError | None = None
-    """Reason why NIXL could not register it, though it is ``direct``."""
     _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
 
     @property
@@ -86,7 +82,7 @@ class LocalMemory:
             raise TransferFailed(f"the memory of engine '{self.engine.engine_id}' {self.gone}")
 
     def paged(self, group: str) -> PagedMemory:
-        """Return one group for copies, kept with its plans. Call it in a thread."""
+        """Call it in a thread."""
         if group not in self._paged:
             buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
             mover = None if self.stream is None else cuda().GpuMover([*buffers.values()])
@@ -95,7 +91,7 @@ class LocalMemory:
         return self._paged[group]
 
     def run(self, copy: Callable[[], None]) -> None:
-        """Call ``copy`` and wait for its bytes. Raises `TransferFailed` if CUDA is lost."""
+        """Raises `TransferFailed` if CUDA is lost."""
         if self.stream is None:
             copy()
             return
@@ -108,7 +104,7 @@ class LocalMemory:
             raise TransferFailed(f"CUDA is lost to the data process: {error}") from error
 
     def populate(self) -> None:
-        """Enter pages into the page table before copies need them. In a thread: up to 2 s."""
+        """Call it in a thread: it takes up to 2 s."""
         deadline = time.monotonic() + POPULATE_WITHIN_S
         for mapping in self.mappings.values():
             if isinstance(mapping, SegmentMapping) and not self.gone:
@@ -120,14 +116,11 @@ class LocalMemory:
     #     discard   at once: frees the bytes; the addresses stay, as zeros, for READs in flight
     #     close     when no job names it and NIXL does not know it: frees the addresses
     def discard(self) -> None:
-        """Free the bytes; the addresses stay, as private zeros. Call it in a thread.
-
-        GPU memory has to wait for `close`.
-        """
+        """Call it in a thread."""
         do_all(mapping.discard for mapping in self.mappings.values())
 
     def close(self) -> None:
-        """Unmap it. Raises the first `KVBusError` at the end. Call it in a thread."""
+        """Call it in a thread. Raises the first `KVBusError` at the end."""
         self._paged.clear()
         do_all(mapping.close for mapping in self.mappings.values())
 
@@ -140,7 +133,7 @@ def map_rank(
     on_cut: OnTruncated,
     on_cuda_lost: Callable[[Exception], object],
 ) -> LocalMemory:
-    """Map a rank. Call it in a thread: it takes seconds. Owns ``fds``. Raises `LocalError`."""
+    """Call it in a thread: it takes seconds. Owns ``fds``. Raises `LocalError`."""
     mappings: dict[str, Mapped] = {}
     try:
         for number, segment in enumerate(added.segments):

@@ -1,17 +1,8 @@
 """Messages between the control process of an agent and its data process.
 
-Each request has an id and gets exactly one `DataReply`: a definition when it holds, a job after all
-of its I/O has ended. The data process also sends notices.
-
-    control process                       data process
-      Configure, OpenSlots      ──▶
-      AddMemory, AddPlan, ...   ──▶        maps, registers
-      Read, Copy, Gather, ...   ──▶        jobs
-      Abort                     ──▶        the job's reply follows
-                                ◀──        Reply, Cut, Log
-
-Requests are handled in order, so a job can directly follow its definitions. If a definition fails,
-each job that names it fails with the same error.
+Each request gets exactly one `DataReply`: a definition when it holds, a job after all of its I/O
+has ended. Requests are handled in order. If a definition fails, each job that names it fails with
+the same error.
 """
 
 from collections.abc import Mapping
@@ -25,7 +16,7 @@ from kvbus.geometry import BlockTable, EngineSpec, RankSpec, Tile
 from kvbus.planning import Share
 
 HOST = "host"
-"""Device of all memory outside GPUs. GPUs are named by UUID."""
+"""Device of memory outside GPUs. GPUs are named by UUID."""
 MemoryKind = Literal["DRAM", "VRAM"]
 Span = tuple[int, int]
 """Token positions [start, stop)."""
@@ -38,8 +29,6 @@ class DataRequest(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 class Configure(DataRequest, frozen=True):
-    """First message. ``nixl_name`` is unique to this process."""
-
     nixl_name: str
     slice_bytes: int
     copy_threads: int
@@ -50,10 +39,10 @@ class OpenNixl(DataRequest, frozen=True):
 
 
 class OpenSlots(DataRequest, frozen=True):
-    """Allocate and register ``num_slots`` staging slots on a device. Reply: `SlotsOpened`.
+    """Reply: `SlotsOpened`.
 
-    ``device`` is ``host`` or a GPU's UUID. Slots for a GPU are in its memory or in pinned host
-    memory. ``nic_reads_gpu`` prefers the former; the other is the fallback.
+    Slots for a GPU are in its memory if ``nic_reads_gpu``, else in pinned host memory, with the
+    other as fallback.
     """
 
     device: str
@@ -63,8 +52,6 @@ class OpenSlots(DataRequest, frozen=True):
 
 
 class CudaPart(msgspec.Struct, frozen=True, array_like=True):
-    """Part of another process's CUDA allocation, by IPC handle."""
-
     device: str
     handle: bytes
     offset_bytes: int
@@ -72,7 +59,7 @@ class CudaPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
-    """Segment of a rank: CUDA memory, or host memory by a descriptor of the message."""
+    """Host memory comes as a descriptor of the message."""
 
     segment_id: str
     size_bytes: int
@@ -80,11 +67,9 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddMemory(DataRequest, frozen=True):
-    """Map one rank of an engine of this machine. Reply: `MemoryAdded`.
+    """Reply: `MemoryAdded`.
 
-    Descriptors of host segments come with the message, in the order of ``segments``. ``borrowed``
-    memory belongs to another agent and is mapped read-only. ``direct`` memory is registered with
-    NIXL.
+    ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL.
     """
 
     memory: int
@@ -96,7 +81,7 @@ class AddMemory(DataRequest, frozen=True):
 
 
 class AddRemote(DataRequest, frozen=True):
-    """Describe one rank at a peer. Without ``addresses`` its blocks are not registered there."""
+    """Without ``addresses`` its blocks are not registered at the peer."""
 
     memory: int
     peer: str
@@ -112,29 +97,28 @@ class DiscardMemory(DataRequest, frozen=True):
 
 
 class RemoveMemory(DataRequest, frozen=True):
-    """Deregister and unmap a memory that no job names."""
+    """No job may name the memory."""
 
     memory: int
 
 
 class AddPeer(DataRequest, frozen=True):
-    """Add a peer, or later registrations of a known one, to NIXL."""
+    """Also for later registrations of a known peer."""
 
     peer: str
     metadata: tuple[bytes, ...]
 
 
 class RemovePeer(DataRequest, frozen=True):
-    """Remove a peer from NIXL, once no READ from it is in flight. Later requests for it wait."""
+    """Remove a peer, once no READ from it is in flight. Later requests for it wait."""
 
     peer: str
 
 
 class AddPlan(DataRequest, frozen=True):
-    """Make a plan; ``sources`` and ``targets`` map a rank number to a memory.
+    """``sources`` and ``targets`` map a rank number to a memory.
 
-    With ``slot_bytes`` above 0 the result is a list of staged plans, otherwise one `RunPlan`. Only
-    regions of ``groups`` are planned.
+    ``slot_bytes`` above 0 makes staged plans instead of a `RunPlan`.
     """
 
     plan: int
@@ -146,48 +130,36 @@ class AddPlan(DataRequest, frozen=True):
 
 
 class RemovePlan(DataRequest, frozen=True):
-    """Drop a plan that no job names."""
-
     plan: int
 
 
 class Metadata(DataRequest, frozen=True):
-    """Request what peers need to read these memories and slots. Reply: `MetadataBlobs`."""
-
     memories: tuple[int, ...]
     devices: tuple[str, ...]
 
 
 class DriveProgress(DataRequest, frozen=True):
-    """Drive NIXL as the target of READs, until ``on`` is false."""
-
     on: bool
 
 
 class Barrier(DataRequest, frozen=True):
-    """Reply at once, after all earlier requests were read."""
+    """Reply at once."""
 
 
 class ListListening(DataRequest, frozen=True):
-    """Request the TCP sockets at which this process listens. Reply: `Listening`."""
+    """Reply: `Listening`."""
 
 
 class AbortJob(DataRequest, frozen=True):
-    """Start no further part of ``job``."""
-
     job: int
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Key under which a job waits for a thread. Jobs of one ``owner`` share one turn."""
-
     owner: str
     priority: int = 0
 
 
 class Read(DataRequest, frozen=True):
-    """READ from a peer straight into blocks, by a plan."""
-
     plan: int
     source_tables: Tables
     target_tables: Tables
@@ -196,8 +168,6 @@ class Read(DataRequest, frozen=True):
 
 
 class ReadStaged(DataRequest, frozen=True):
-    """READ positions ``tile`` of staged plan number ``index`` into a slot."""
-
     plan: int
     index: int
     source_tables: Tables
@@ -208,8 +178,6 @@ class ReadStaged(DataRequest, frozen=True):
 
 
 class ReadTile(DataRequest, frozen=True):
-    """READ a packed tile from a slot of a peer into a slot here."""
-
     peer: str
     address: int
     num_bytes: int
@@ -221,10 +189,7 @@ class ReadTile(DataRequest, frozen=True):
 
 
 class Copy(DataRequest, frozen=True):
-    """Copy between mapped memories, by a plan.
-
-    Fails with ``transfer_failed`` if a source was truncated or discarded before the end.
-    """
+    """Fails if a source was truncated or discarded before the end."""
 
     plan: int
     source_tables: Tables
@@ -234,8 +199,6 @@ class Copy(DataRequest, frozen=True):
 
 
 class CopyStaged(DataRequest, frozen=True):
-    """Copy positions ``tile`` from a slot into blocks, by staged plan number ``index``."""
-
     plan: int
     index: int
     target_tables: Tables
@@ -246,8 +209,6 @@ class CopyStaged(DataRequest, frozen=True):
 
 
 class Scatter(DataRequest, frozen=True):
-    """Copy a packed tile from a slot into the blocks of each memory."""
-
     memories: tuple[int, ...]
     table: BlockTable
     tile: Tile
@@ -257,8 +218,6 @@ class Scatter(DataRequest, frozen=True):
 
 
 class GatherJob(DataRequest, frozen=True):
-    """Copy a tile from blocks into a slot. The reply's ``seconds`` is the copy's duration."""
-
     memory: int
     table: BlockTable
     tile: Tile
@@ -281,8 +240,6 @@ class Wipe(DataRequest, frozen=True):
 
 
 class DigestJob(DataRequest, frozen=True):
-    """Digest about one in ``one_in`` pieces of a tile. Reply: `Digested`."""
-
     memory: int
     table: BlockTable
     tile: Tile
@@ -316,33 +273,25 @@ ToData = (
 
 
 class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Slots of one device: address of the first in the data process, and NIXL's device."""
-
     address: int
     memory_kind: MemoryKind
     nixl_device: int
 
 
 class MemoryAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Address of each host segment in the data process."""
-
     addresses: dict[str, int]
 
 
 class MetadataBlobs(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One blob for each kind of memory."""
-
     blobs: tuple[bytes, ...]
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Host and port of each listening TCP socket."""
-
     sockets: tuple[tuple[str, int], ...]
 
 
 class Digested(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """XXH3 digests, 64 bits little-endian each, in the order of `kvbus.planning.chosen_tiles`."""
+    """64-bit XXH3, little-endian, in the order of `kvbus.planning.chosen_tiles`."""
 
     digests: bytes
 
@@ -351,8 +300,6 @@ Result = SlotsOpened | MemoryAdded | MetadataBlobs | Listening | Digested
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Error of `kvbus.errors`, by the name of its class."""
-
     kind: str
     code: ErrorCode
     message: str
@@ -369,11 +316,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DataReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reply to request ``to``.
-
-    ``num_bytes`` were moved, even by a failed job. ``undriven`` marks READs that needed no progress
-    by the peer.
-    """
+    """``undriven`` READs needed no progress by the peer."""
 
     to: int
     error: Failure | None = None
@@ -387,7 +330,7 @@ class DataReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Notice that a segment's owner has truncated it. Its bytes are zeros from now on."""
+    """The segment's bytes are zeros from now on."""
 
     memory: int
     segment_id: str

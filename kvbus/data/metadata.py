@@ -1,8 +1,7 @@
-"""Checks of peers' NIXL metadata before NIXL gets it.
+"""Checks of peers' NIXL metadata.
 
-Metadata that would crash the process is rejected. NIXL trusts lengths that lead out of the blob,
-and unknown kinds of memory. UCX aborts on an address of an unknown version. UCX's own addresses and
-keys are opaque here, and UCX trusts them, too.
+NIXL trusts lengths that lead out of the blob, and unknown kinds of memory. UCX aborts on an address
+of an unknown version.
 """
 
 from kvbus.data.nixl import PeerMetadata
@@ -20,7 +19,7 @@ _LAST_UCX_VERSION = 1  # UCP_OBJECT_VERSION_V2
 
 
 def read_metadata(blob: bytes) -> PeerMetadata:
-    """Parse a blob. Raises `TransferFailed` if NIXL must not get it."""
+    """Raises `TransferFailed` if NIXL must not get the blob."""
     fields = _Fields(blob)
     name = fields.take(b"Agent")
     if len(name) > _MOST_NAME_BYTES or not name.isascii() or not name.decode().isprintable():
@@ -43,8 +42,6 @@ def read_metadata(blob: bytes) -> PeerMetadata:
 #
 #     a section:   bknd BACKEND|  nixlDList nixlSDList|  t KIND|  n COUNT|  (DESCRIPTOR|)...
 class _Fields:
-    """Fields of a blob, in order. Methods raise `TransferFailed` for an unexpected field."""
-
     def __init__(self, blob: bytes) -> None:
         self._blob = blob
         self.at = len(_START)
@@ -60,7 +57,6 @@ class _Fields:
         return blob[start:stop]
 
     def expect(self, tag: bytes, *contents: bytes) -> None:
-        """Skip the next field, which must contain one of these."""
         if self.take(tag) not in contents:
             raise _refusal(f"another '{tag.decode()}' than {contents[0]!r}")
 

@@ -1,4 +1,4 @@
-"""Interface of NIXL as the data process uses it. Importing this does not load NIXL."""
+"""Interface of NIXL. Importing this does not load it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,11 @@ Handle = Any
 
 
 class HandleForgotten(TransferFailed):
-    """NIXL dropped the peer of a live handle: bytes can still land, without any state of it."""
+    """NIXL dropped the peer of a live handle: bytes can still land."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """Local memory that NIXL may read into and that peers may read."""
-
     address: int
     size_bytes: int
     device: int
@@ -27,8 +25,6 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class PeerMetadata:
-    """Checked blob of a peer: the name of its NIXL agent, and its contact."""
-
     name: str
     contact: bytes
     blob: bytes
@@ -42,7 +38,7 @@ class Nixl(Protocol):
         ...
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory that no handle targets. Raises `SegmentError`."""
+        """No handle may target the memory. Raises `SegmentError`."""
         ...
 
     def metadata(self, registrations: Sequence[Registration]) -> bytes:
@@ -50,11 +46,11 @@ class Nixl(Protocol):
         ...
 
     def add_peer(self, metadata: PeerMetadata) -> None:
-        """Add a peer, or new memory of a known one. Raises `TransferFailed`."""
+        """Also adds new memory of a known peer. Raises `TransferFailed`."""
         ...
 
     def remove_peer(self, name: str) -> None:
-        """Remove a peer that no handle refers to. Raises `RemoteError`."""
+        """No handle may refer to the peer. Raises `RemoteError`."""
         ...
 
     def progress(self) -> None:
@@ -64,7 +60,7 @@ class Nixl(Protocol):
     def prepare(
         self, peer: str, local: Rows, remote: Rows, kinds: tuple[MemoryKind, MemoryKind]
     ) -> Handle:
-        """Return an unposted READ handle. Raises `RemoteError`."""
+        """Raises `RemoteError`."""
         ...
 
     def post(self, handle: Handle, peer: str) -> bool:
@@ -82,4 +78,4 @@ class Nixl(Protocol):
 
 OpenNixlAgent = Callable[[str], Nixl]
 LoadNixl = Callable[[], OpenNixlAgent]
-"""Load the library, in a thread: it is the slowest step. Raises `TransferFailed`."""
+"""Call it in a thread: it is the slowest step. Raises `TransferFailed`."""

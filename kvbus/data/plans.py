@@ -19,7 +19,7 @@ Memory = LocalMemory | RemoteMemory
 class PreparedPlan:
     """Plan of READs from ``peer``, or of copies if ``peer`` is empty.
 
-    ``runs`` is None for a staged plan. ``extents`` are the local sources.
+    ``extents`` are the local sources.
     """
 
     peer: str
@@ -28,24 +28,21 @@ class PreparedPlan:
     local: tuple[LocalMemory, ...]
     extents: Extents
     strides: Mapping[str, int]
-    """Distance in tokens between common block starts of both sides, by group."""
+    """Tokens between common block starts of both sides, by group."""
 
     def num_runs(self, spans: Spans) -> int:
-        """Return the approximate number of runs. Raises `GeometryError`."""
         try:
             return self.unstaged.num_runs(spans)
         except KeyError as error:
             raise _lacking(error) from error
 
     def find(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
-        """Return the runs of these positions. Raises `GeometryError`."""
         try:
             return self.unstaged.runs(source_tables, target_tables, spans)
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
 
     def cut(self, spans: Spans, share: float) -> tuple[dict[str, Span], dict[str, Span]]:
-        """Return about this share of the positions, and the rest; cut between blocks."""
         first, rest = dict[str, Span](), dict[str, Span]()
         for group, (start, stop) in spans.items():
             at = int(start + share * (stop - start))
@@ -54,7 +51,6 @@ class PreparedPlan:
         return first, rest
 
     def find_staged(self, index: int, tables: Tables, tile: Span, slot_at: int) -> Runs:
-        """Return the runs of a tile into a slot. Raises `GeometryError`."""
         try:
             return self.staged_plan(index).reads(tables, tile, slot_at=slot_at)
         except (IndexError, KeyError) as error:
@@ -80,7 +76,7 @@ def _lacking(error: Exception) -> GeometryError:
 def make_plan(
     added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[int, Memory]
 ) -> PreparedPlan:
-    """Make a plan, in a thread: up to 100 ms. Raises `GeometryError`, `LocalError`."""
+    """Call it in a thread: it takes up to 100 ms. Raises `GeometryError`, `LocalError`."""
     peers = {one.peer if isinstance(one, RemoteMemory) else "" for one in sources.values()}
     if len(peers) > 1 or any(isinstance(one, RemoteMemory) for one in targets.values()):
         raise LocalError("a plan has sources of several peers", code=ErrorCode.INTERNAL)

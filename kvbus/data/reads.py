@@ -15,14 +15,11 @@ COPIED_S = 25e-6
 
 
 class NixlReads:
-    """READs by one NIXL agent. Only the main thread may call it."""
-
     def __init__(self, agent: Nixl, limits: PostLimits, clock: Callable[[], float]) -> None:
         self.agent, self._limits, self._clock = agent, limits, clock
         self._scheduler = ReadScheduler(agent, limits)
         self._moved_at = 0.0
         self.is_driven = False
-        """Whether peers read from here, or connect, and need progress."""
 
     def read(
         self,
@@ -34,10 +31,6 @@ class NixlReads:
         on_end: Callable[[ReadJob], None],
         num_parts: int = 1,
     ) -> ReadJob:
-        """Start a READ; `step` posts it. ``kinds`` are the local and the remote kind of memory.
-
-        A second part, if any, comes with `go_on`.
-        """
         limits = self._limits
         slices = Slices(
             slice_bytes=limits.slice_bytes,
@@ -57,7 +50,6 @@ class NixlReads:
         return job
 
     def go_on(self, job: ReadJob, planned: Reads | KVBusError) -> None:
-        """Add a READ's second part, or fail the READ."""
         if isinstance(planned, KVBusError):
             job.error = job.error or planned
         else:
@@ -71,7 +63,7 @@ class NixlReads:
         return self._scheduler.reads_from(peer)
 
     def deregister(self, registrations: Iterable[Registration]) -> None:
-        """Deregister memory. Raises `LocalError` (``busy``) while a handle writes into it."""
+        """Raises `LocalError` (``busy``) while a handle writes into the memory."""
         registrations = list(registrations)
         for one in registrations:
             if self._scheduler.targets(one.address, one.size_bytes):
@@ -89,7 +81,7 @@ class NixlReads:
     #       copied just now                    bytes are posted, else for short_spin_s)
     #     handles posted, quiet for a while    poll_s
     def pause_s(self) -> float | None:
-        """Return the longest wait before the next `step`; None means no limit."""
+        """None means no limit."""
         limits, scheduler = self._limits, self._scheduler
         if scheduler.busy:
             since = self._clock() - self._moved_at
@@ -99,7 +91,6 @@ class NixlReads:
         return limits.poll_s if self.is_driven else None
 
     def step(self) -> None:
-        """Post slices, poll handles, and drive progress. Raises `TransferFailed`."""
         scheduler = self._scheduler
         if not (self.is_driven or scheduler.busy):
             return

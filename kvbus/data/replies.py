@@ -13,8 +13,6 @@ T = TypeVar("T")
 
 
 class Replies:
-    """Sender of replies and log lines, from any thread."""
-
     def __init__(self, send: Callable[[wire.FromData], object]) -> None:
         self.send = send
 
@@ -45,7 +43,7 @@ class Background:
         self._threads, self._post = threads, post
 
     def start(self, work: Callable[[], T], then: Callable[[T | Exception], object]) -> None:
-        """Do ``work`` in a thread; the main thread calls ``then`` with its result or exception."""
+        """The main thread calls ``then``."""
 
         def run() -> None:
             outcome: T | Exception

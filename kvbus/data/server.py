@@ -1,10 +1,4 @@
-"""Core of the data process: definitions of memories, plans, peers and slots; start of jobs.
-
-    main thread     handle ─▶ definitions, jobs           step ─▶ READs (`reads`)
-    other threads   map, plan, discard ─▶ main thread     copies (`copiers`) ─▶ Reply
-
-Only the main thread calls NIXL.
-"""
+"""Core of the data process."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -43,12 +37,10 @@ NUM_MAPPING_THREADS = 4
 CUT = "was truncated by its owner"
 
 
+#     main thread     handle ─▶ definitions, jobs           step ─▶ READs (`reads`)
+#     other threads   map, plan, discard ─▶ main thread     copies (`copiers`) ─▶ Reply
 class DataServer:
-    """Objects and jobs of one data process.
-
-    The main thread calls `handle` for each message, and `step` after them and after `pause_s`. Any
-    thread may call ``send``. ``post`` schedules a call in the main thread.
-    """
+    """Only the main thread calls it. ``post`` schedules a call there; any thread may ``send``."""
 
     def __init__(
         self,
@@ -103,7 +95,7 @@ class DataServer:
         self._replies.done(configure)
 
     def handle(self, message: wire.ToData, fds: Iterable[int] = ()) -> None:
-        """Handle a request; its reply may follow later. Owns ``fds``."""
+        """Owns ``fds``."""
         try:
             if isinstance(message, wire.Job):
                 self._jobs.accept(message)
@@ -113,11 +105,10 @@ class DataServer:
             self._begin(message, list(fds))
 
     def pause_s(self) -> float | None:
-        """Return the longest wait before the next `step`; None means no limit."""
         return None if self._reads is None else self._reads.pause_s()
 
     def step(self) -> None:
-        """Post and poll READs. Its errors end the process."""
+        """Its errors end the process."""
         if self._reads is None:
             return
         self._reads.step()
@@ -125,7 +116,6 @@ class DataServer:
             self._finish_removal(self._leaving.pop(peer), self._reads)
 
     def _begin(self, message: wire.ToData, fds: list[int]) -> None:
-        """Handle a request, now or when the objects that it names exist."""
         if self._definitions.waits(message, fds):
             return
         try:
@@ -295,8 +285,6 @@ class DataServer:
 
     # After a GPU fault all CUDA calls of this process fail. The next data process works.
     def _end_with(self, error: Exception) -> None:
-        """Raise an error in the main thread."""
-
         def fail() -> NoReturn:
             raise error
 
@@ -409,7 +397,6 @@ class DataServer:
         self._replies.done(message)
 
     def _refuse(self, message: wire.DataRequest, name: named.Name, caught: Exception) -> None:
-        """Fail a definition, and with it each request that names it."""
         error = self._replies.to_error(caught)
         self._replies.fail(message, error)
         self._definitions.fail(name, error)
@@ -422,7 +409,7 @@ class DataServer:
 
 
 class OnTruncated:
-    """Callback for a truncated segment, in the thread that touched it, before the first zero."""
+    """Called in the thread that touched a truncated segment, before the first zero."""
 
     def __init__(self, memory: int, send: Callable[[wire.FromData], object]) -> None:
         self._number, self._send = memory, send
@@ -430,7 +417,6 @@ class OnTruncated:
         self._memory: LocalMemory | None = None
 
     def watch(self, memory: LocalMemory) -> None:
-        """Mark the memory as gone once a segment of it is cut, or if one was."""
         self._memory = memory
         if self._cut:
             memory.gone = CUT
@@ -444,7 +430,6 @@ class OnTruncated:
 
 
 def _check_peer(peer: PeerMetadata, known: PeerMetadata, name: str) -> None:
-    """Raise `LocalError` for another name, `TransferFailed` for another process of that name."""
     if peer.name != name:
         raise LocalError(
             f"metadata of NIXL agent '{peer.name}' came as that of '{name}'",
@@ -455,7 +440,7 @@ def _check_peer(peer: PeerMetadata, known: PeerMetadata, name: str) -> None:
 
 
 def _register(value: LocalMemory | Slots, reads: NixlReads | None) -> None:
-    """Register memory with NIXL, if open. Raises `SegmentError`; nothing is registered then."""
+    """Raises `SegmentError`; nothing is registered then."""
     if reads is None:
         return
     if isinstance(value, Slots):

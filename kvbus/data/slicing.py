@@ -1,6 +1,6 @@
 """Slices of a READ: the largest parts that are posted together.
 
-Axes: R rows (descriptors), 3 columns (address, length in bytes, device).
+Rows are descriptors: address, length in bytes, device.
 """
 
 from collections import deque
@@ -12,8 +12,6 @@ Rows = npt.NDArray[np.uint64]
 
 
 class Slices:
-    """Slices of one READ. Its rows come in ``num_parts`` parts, which are kept, not copied."""
-
     def __init__(self, *, slice_bytes: int, slice_rows: int, num_parts: int = 1) -> None:
         self._slice_bytes, self._slice_rows = slice_bytes, slice_rows
         self._num_missing = num_parts
@@ -37,7 +35,6 @@ class Slices:
         self._num_missing = 0
 
     def take(self) -> tuple[Rows, Rows, int]:
-        """Return the next slice: local rows, remote rows, bytes."""
         part = self._parts[0]
         taken = part.take(self._slice_bytes, self._slice_rows)
         if part.next_row >= len(part.local):
@@ -62,7 +59,6 @@ class _Part:
 
 
 def _without_long(rows: Rows, max_bytes: int) -> Rows:
-    """Cut every descriptor longer than ``max_bytes``."""
     lengths = rows[:, 1]
     if not len(rows) or int(lengths.max()) <= max_bytes:
         return rows

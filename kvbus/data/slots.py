@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class HostSlots:
-    """Zeroed and fully allocated memory. Raises `SegmentError`.
-
-    Most kernels give private memory huge pages. They halve the time of a READ within a machine.
-    """
+    """Raises `SegmentError`. Huge pages halve the time of a READ within a machine."""
 
     def __init__(self, size_bytes: int) -> None:
         check_memory(size_bytes)
@@ -51,7 +48,6 @@ class Slots:
         self.memory: MemoryKind = registration.memory
         self.device = registration.device
         self.refused: SegmentError | None = None
-        """Reason why NIXL could not register them."""
 
     def address(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -59,7 +55,7 @@ class Slots:
         return self.storage.address + slot * self.slot_bytes
 
     def view(self, slot: int) -> Any:
-        """Return the slot's bytes: one row of uint8, of numpy or, on a GPU, of torch."""
+        """Return one row of uint8, of numpy or, on a GPU, of torch."""
         offset_bytes = self.address(slot) - self.storage.address
         return self.storage.view()[offset_bytes : offset_bytes + self.slot_bytes]
 
@@ -73,14 +69,14 @@ class Slots:
 # A NIC reads the GPU's memory directly. Without one, UCX copies from there in pieces, in this
 # process; the GPU fills pinned host memory faster.
 def kinds_of_slots(device: str, *, nic_reads_gpu: bool) -> tuple[MemoryKind, ...]:
-    """Return the kinds of memory for slots of a device, the best first."""
+    """The best kind comes first."""
     if device == HOST:
         return ("DRAM",)
     return ("VRAM", "DRAM") if nic_reads_gpu else ("DRAM", "VRAM")
 
 
 def allocate_slots(device: str, kind: MemoryKind, num_slots: int, slot_bytes: int) -> Slots:
-    """Allocate slots, in a thread: it can take seconds. Raises `SegmentError`."""
+    """Call it in a thread: it can take seconds. Raises `SegmentError`."""
     size_bytes = num_slots * slot_bytes
     if size_bytes <= 0:
         raise SegmentError(f"{num_slots} staging slots of {slot_bytes} bytes", device=device)
@@ -97,10 +93,7 @@ def allocate_slots(device: str, kind: MemoryKind, num_slots: int, slot_bytes: in
 
 
 def cuda() -> Any:
-    """Return the package for GPU memory. Raises `SegmentError` without a GPU.
-
-    Call it in a thread: it imports torch, which takes seconds and 120 MB.
-    """
+    """Call it in a thread: it imports torch, which takes seconds and 120 MB."""
     check_has_gpu()
     from kvbus.memory import cuda as package  # noqa: PLC0415  # see above
 
