@@ -1,4 +1,4 @@
-"""SIGBUS handling: a process that touches truncated memory survives, and a callback runs."""
+"""SIGBUS handling: a process that touches truncated memory survives."""
 
 import ctypes
 import signal
@@ -15,12 +15,10 @@ _MASK_BYTES = 128
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 OnTruncated = Callable[[], object]
-"""Runs in the thread that touched the memory; must not block."""
+"""Runs in each thread that touches the memory; must not block."""
 
 
 class _Action(ctypes.Structure):
-    """``struct sigaction`` of glibc."""
-
     _fields_ = (
         ("handler", ctypes.c_void_p),
         ("mask", ctypes.c_byte * _MASK_BYTES),
@@ -45,8 +43,6 @@ class _Action(ctypes.Structure):
 # that a thread with the GIL waits for: torch and NIXL are called without the GIL, and NIXL by one
 # thread only. The handler must not block.
 class BusErrors:
-    """A SIGBUS handler, and the mappings that may lose their bytes."""
-
     def __init__(self) -> None:
         self._watched: dict[int, tuple[int, OnTruncated]] = {}
         self._handler = _Handler(self._handle)  # keeps the callback alive while it is installed
@@ -54,7 +50,6 @@ class BusErrors:
         self._unknown: tuple[int, int] | None = None
 
     def watch(self, address: int, length_bytes: int, on_cut: OnTruncated) -> None:
-        """``on_cut`` runs for each thread that faults."""
         self._watched[address] = length_bytes, on_cut
 
     def unwatch(self, address: int) -> None:
@@ -68,7 +63,6 @@ class BusErrors:
             self._before = before
 
     def restore(self) -> None:
-        """Reinstall the previous handler."""
         _sigaction(self._before, None)
 
     def _handle(self, _number: int, siginfo: int, _context: Any) -> None:

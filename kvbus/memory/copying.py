@@ -1,8 +1,4 @@
-"""Copies of tiles between blocks and staging slots, checked before any byte moves.
-
-All operations are plans: to the planner, a slot is a rank with one region at address 0. `run_copy`
-executes them on the host, `cuda.open` on a GPU. This module does not import torch.
-"""
+"""Copies of tiles between blocks and staging slots, checked before any byte moves."""
 
 from __future__ import annotations
 
@@ -38,26 +34,17 @@ if TYPE_CHECKING:
 
 RunsAt = Callable[[int], Runs]
 MAX_PLANS = 256
-"""Plans kept per group and rank, about 20 KB each. Readers choose their tiles."""
+"""Per group and rank, about 20 KB each. Readers choose their tiles."""
 
 
 class Mover(Protocol):
-    """An executor of copies in memory that is not mapped here, such as a GPU's."""
-
-    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
-        """``content`` is the part of a slot that the tile fills."""
-        ...
+    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None: ...
 
     def zero(self, runs: Runs) -> None: ...
 
 
 class PagedMemory:
-    """The memory of one group on one rank; thread-safe.
-
-    ``buffers`` are the rank's segments as rows of uint8, on the host or on the GPU of ``mover``.
-    ``regions`` must have passed `validate_rank`; other groups' are ignored. Raises `GeometryError`
-    for a region whose buffer is missing or too small.
-    """
+    """Thread-safe. ``regions`` must have passed `validate_rank`. Raises `GeometryError`."""
 
     def __init__(
         self,
@@ -79,14 +66,10 @@ class PagedMemory:
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
     def gather(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
-        """Copy ``tile`` from the blocks to the start of ``slot``, which may be larger.
-
-        Raises `GeometryError` unless rank, table and slot hold the whole tile.
-        """
+        """Copy to the start of ``slot``, which may be larger. Raises `GeometryError`."""
         self._move(table, tile, slot, into_slot=True)
 
     def scatter(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
-        """Copy back from ``slot`` into the blocks; raises as `gather`."""
         self._move(table, tile, slot, into_slot=False)
 
     def _move(self, table: BlockTable, tile: Tile, slot: Buffer, *, into_slot: bool) -> None:
@@ -113,7 +96,6 @@ class PagedMemory:
             self.mover.move(slot[:needed], runs_at, into_slot=into_slot)
 
     def zero(self, table: BlockTable, start: int, stop: int) -> None:
-        """Zero positions [start, stop); raises `GeometryError` if the table lacks any."""
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
         runs = self._whole.runs(tables, tables, {self.group.name: (start, stop)})

@@ -1,7 +1,4 @@
-"""C library calls that Python lacks, for Linux on x86-64 and arm64.
-
-All raise ``OSError``.
-"""
+"""C library calls that Python lacks. They raise ``OSError``."""
 
 import ctypes
 import mmap as _mmap
@@ -32,7 +29,7 @@ def map_shared(fd: int, length_bytes: int, *, writable: bool = True) -> int:
 
 
 def map_zeros_over(address: int, length_bytes: int) -> None:
-    """Replace a mapping atomically by private zeros, which cost memory when written."""
+    """The replacement is atomic. Zeros cost memory when written."""
     flags = _MAP_FIXED | _mmap.MAP_ANONYMOUS | _mmap.MAP_PRIVATE | _MAP_NORESERVE
     _mapped(_libc.mmap(address, length_bytes, _READ_WRITE, flags, -1, 0))  # -1: no file
 
@@ -44,7 +41,6 @@ def populate(address: int, length_bytes: int, *, writable: bool = True) -> None:
 
 
 def advise_huge_pages(address: int, length_bytes: int) -> None:
-    """Ask for huge pages at first access. Fails with EINVAL if the kernel has none."""
     _check(_libc.madvise(address, length_bytes, _MADV_HUGEPAGE))
 
 
@@ -53,7 +49,6 @@ def unmap(address: int, length_bytes: int) -> None:
 
 
 def file_system_type(fd: int) -> int:
-    """Return the file system's magic number; see statfs(2)."""
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
     _check(_libc.fstatfs(fd, answer))
     return ctypes.c_long.from_buffer(answer).value

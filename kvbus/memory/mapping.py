@@ -1,7 +1,7 @@
 """Memory files mapped into this process.
 
-Passed files are not trusted: each must be a memory file of the claimed size. An engine's file is
-sealed against truncation if the kernel allows that, and its pages are reserved.
+Passed files are not trusted: each must be a memory file of the claimed size. It is sealed against
+truncation if possible, and its pages are reserved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 POPULATE_WITHIN_S = 2.0
-"""Limit of the wait of an engine that creates memory."""
 _POPULATED_AT_ONCE_BYTES = 1 << 28
 _DISCARDED_AT_ONCE_BYTES = 1 << 25
 _SEGMENTS_PERCENT = 75  # of the files that a process may open; its sockets need the rest
@@ -39,16 +38,12 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
 class OwnedMemory:
-    """Memory that its owner must close; the garbage collector only warns.
-
-    NIXL, kernels and other processes use its address without a Python reference.
-    """
+    """Memory that its owner must close: other processes use its address without a reference."""
 
     closed = True  # until __init__ has mapped it
     size_bytes: int
 
     def close(self) -> None:
-        """Release the memory; idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -64,10 +59,9 @@ class OwnedMemory:
 
 
 class MappedFile(OwnedMemory):
-    """A memory file, mapped shared until ``close``. Raises ``OSError``.
+    """A memory file, mapped shared. Raises ``OSError``.
 
-    After ``close``, the addresses read zeros until this object and its last numpy or torch view are
-    collected.
+    After ``close``, its addresses read zeros until it and its last view are collected.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
@@ -92,7 +86,6 @@ class MappedFile(OwnedMemory):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes, as uint8."""
         import torch  # noqa: PLC0415 - takes seconds, and `view` does not need it
 
         return torch.from_numpy(self.view())
@@ -102,10 +95,7 @@ class MappedFile(OwnedMemory):
         return np.asarray(self)
 
     def swap(self, number: int, expected: int, value: int) -> int:
-        """Compare and swap 64-bit cell ``number``; return the old value. Needs the C kernel.
-
-        After `close` the cells are not shared.
-        """
+        """Compare and swap a 64-bit cell; return the old value. Needs the C kernel."""
         found: int = swap_word(self._address + 8 * number, expected, value)
         return found
 
@@ -115,7 +105,6 @@ class MappedFile(OwnedMemory):
         *,
         is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Fault pages in, if the kernel can, so that first accesses are as fast as later ones."""
         deadline = time.monotonic() + within_s
         with contextlib.suppress(OSError):
             for offset in range(0, self.size_bytes, _POPULATED_AT_ONCE_BYTES):
@@ -135,10 +124,7 @@ class MappedFile(OwnedMemory):
     # A page of zeros costs memory only when it is written. The kernel needs time for each GiB, and
     # delays every page fault of the process meanwhile. So the pages are replaced in parts.
     def close(self) -> None:
-        """Free the memory here; idempotent. Blocks for 0.1 s per GiB or more: use a thread.
-
-        Other processes keep their mappings.
-        """
+        """Idempotent. Blocks for 0.1 s per GiB or more: use a thread."""
         if not self.closed:
             self.closed = True
             finalizer = weakref.finalize(self, libc.unmap, self._address, self.size_bytes)
@@ -156,7 +142,6 @@ class MappedFile(OwnedMemory):
 
 
 def do_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls; then raise the first failure as a `KVBusError`."""
     failures: list[KVBusError] = []
     for call in calls:
         try:
@@ -170,13 +155,9 @@ def do_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class PassedFile:
-    """A segment that an engine passed: a checked descriptor, not mapped.
+    """Owns ``fd``, also if it raises. Blocks while it reserves pages: use a thread.
 
-    Owns ``fd``, also if it raises. Blocks while it reserves pages: event loops use a thread. Raises
-    `SegmentError`; ``busy`` means that too few descriptors are left.
-
-    ``sealed`` is False if the file's owner can truncate it. ``is_lendable``: other processes can
-    get it, read-only.
+    Raises `SegmentError`, also when descriptors run short (``busy``).
     """
 
     def __init__(self, fd: int, *, size_bytes: int) -> None:
@@ -201,21 +182,19 @@ class PassedFile:
     # The passed descriptor is open for writing. A descriptor that is opened by its name in /proc
     # has its own mode: a process that receives KV cannot map it writable by mistake.
     def reopen(self, *, writable: bool = False) -> int:
-        """Return a new descriptor; raises ``OSError``, or `ClosedError` after `close`."""
+        """Raises ``OSError``, or `ClosedError` after `close`."""
         if self.is_closed:
             raise ClosedError("the engine has ended")
         return _reopen(self.fd, os.O_RDWR if writable else os.O_RDONLY)
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. Blocks long if that frees the memory."""
+        """Idempotent. Blocks long if this frees the memory."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class CellsPage(MappedFile):
-    """A page of cells that an engine passed. Raises ``OSError``."""
-
     def __init__(self, passed: PassedFile) -> None:
         super().__init__(passed.fd, passed.size_bytes)
         self._passed = passed
@@ -225,13 +204,10 @@ class CellsPage(MappedFile):
 
 
 class SegmentMapping(MappedFile):
-    """A segment that another process passed, mapped here.
+    """Closes ``fd``, also if it raises ``SegmentError``.
 
-    Closes ``fd``, also if it raises ``SegmentError``. Blocks while it reserves pages: event loops
-    use a thread. ``borrowed`` marks another agent's segment, which is read-only.
-
-    ``discarded``: the bytes are gone. ``sealed`` is False if the file's owner can truncate it, as
-    with torch's shared storage. The next access then raises SIGBUS: see `survive_truncation`.
+    Blocks while it reserves pages: use a thread. Unless it is ``sealed``, an access can raise
+    SIGBUS.
     """
 
     def __init__(self, fd: int, *, size_bytes: int, borrowed: bool = False) -> None:
@@ -242,12 +218,10 @@ class SegmentMapping(MappedFile):
             super().__init__(fd, size_bytes, writable=not borrowed)
 
     def survive_truncation(self, bus_errors: BusErrors, on_cut: OnTruncated) -> None:
-        """On truncation, call ``on_cut`` and map zeros over the whole segment."""
         bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes; raises `ClosedError` after `discard`."""
         if self.discarded:
             raise ClosedError("the segment was discarded: its engine is gone")
         return super().view()
@@ -255,8 +229,8 @@ class SegmentMapping(MappedFile):
     def discard(self) -> None:
         """Free a dead engine's memory at once; idempotent. Live views read zeros.
 
-        Private zeros take its place, so a transfer in flight can neither crash this process nor
-        touch real memory. Memory that a device pinned is freed when it is deregistered.
+        A transfer in flight can then neither crash this process nor touch real memory. Memory that
+        a device pinned is freed when it is deregistered.
         """
         self._check_open()
         if not self.discarded:
@@ -265,7 +239,7 @@ class SegmentMapping(MappedFile):
             self._forget()
 
     def close(self) -> None:
-        """Close the mapping. With a transfer in flight, call `discard` instead."""
+        """With a transfer in flight, call `discard` instead."""
         if not self.closed:
             super().close()
             self._forget()

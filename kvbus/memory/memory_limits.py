@@ -1,8 +1,4 @@
-"""Checks of available memory.
-
-The kernel answers an allocation that does not fit with its out-of-memory killer, which may choose
-any process.
-"""
+"""Checks of available memory, as the kernel's out-of-memory killer may choose any process."""
 
 from pathlib import Path
 
@@ -13,7 +9,6 @@ _USABLE_PERCENT = 95  # of the available memory; the machine needs the rest
 
 
 def check_memory(size_bytes: int) -> None:
-    """Raise ``SegmentError`` if the size does not fit now; others may allocate next."""
     room_bytes = available_bytes()
     if size_bytes > room_bytes:
         raise SegmentError(
@@ -25,10 +20,7 @@ def check_memory(size_bytes: int) -> None:
 
 
 def check_mappings() -> None:
-    """Raise ``SegmentError`` (busy) if this process is close to its limit of mappings.
-
-    At the limit, even memory for a thread is refused, and the process ends.
-    """
+    """Raise ``SegmentError`` (busy) near the limit of mappings: threads need some, too."""
     most = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     num_mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
     if num_mappings * 100 > most * _USABLE_MAPPINGS_PERCENT:
@@ -48,7 +40,7 @@ def available_bytes() -> int:
 
 
 def cgroup_folder() -> Path:
-    """Return the folder of this process's control group (version 2); it may be missing."""
+    """It may be missing."""
     groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     own = next((line[len("0::/") :] for line in groups if line.startswith("0::/")), "")
     return Path("/sys/fs/cgroup") / own

@@ -10,7 +10,7 @@ _LIBRARY = "libcuda.so.1"
 
 @cache
 def nvidia_driver() -> ctypes.CDLL:
-    """Load and initialise the driver; may block for seconds. Raises `SegmentError`."""
+    """May block for seconds. Raises `SegmentError`."""
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:

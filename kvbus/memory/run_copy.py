@@ -1,7 +1,4 @@
-"""Copies of byte runs within this process, in C, or in numpy without a compiler.
-
-Callers check all addresses (`kvbus.planning.Runs.check_sources`).
-"""
+"""Copies of byte runs, in C, or in numpy without a compiler. Callers check all addresses."""
 
 import ctypes
 from collections.abc import Callable
@@ -18,11 +15,9 @@ Numbers = npt.NDArray[np.int64]
 Kernel = Callable[..., None]
 KERNEL = Path(__file__).with_name("copy_runs.so")
 STREAMED_BYTES = 1 << 20
-"""Larger single runs go to the C kernel, which stores past the caches. A call costs 5 µs, so libc
-copies smaller ones.
-"""
+"""Larger single runs go to the C kernel, which bypasses the caches. A call costs 5 µs."""
 MAX_ARRAY_BYTES = int(np.iinfo(np.intp).max)
-"""numpy's limit. A view from heap to mapping exceeds it for runs of 64 KiB."""
+"""A view from heap to mapping exceeds it for runs of 64 KiB."""
 _AT = np.zeros((2, 1), np.int64)
 
 
@@ -56,10 +51,7 @@ def is_compiled() -> bool:
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copy in this thread, without the GIL while bytes move.
-
-    All memory must stay mapped. Sources and targets must not overlap.
-    """
+    """Copy without the GIL. Sources and targets must not overlap."""
     for target, source, num_bytes in runs.few:
         if num_bytes < STREAMED_BYTES or _kernel is None:
             ctypes.memmove(target, source, num_bytes)
@@ -96,8 +88,6 @@ def copy_by_numpy(lattice: Lattice) -> None:
 
 
 class _Runs:
-    """A numpy array interface with one run at every address from ``first_address`` on."""
-
     def __init__(self, first_address: int, num_addresses: int, run_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -109,6 +99,5 @@ class _Runs:
 
 
 def _runs_from(addresses: Numbers, run_bytes: int) -> tuple[Bytes, Numbers]:
-    """Return a view, [distance, byte], and the distances."""
     first, last = int(addresses.min()), int(addresses.max())
     return np.asarray(_Runs(first, last - first + 1, run_bytes)), addresses - first

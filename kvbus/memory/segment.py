@@ -1,4 +1,4 @@
-"""Memory that an engine creates for its KV cache, and shares with its agent."""
+"""Memory that an engine creates for its KV cache."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from kvbus.memory.mapping import MappedFile
 from kvbus.memory.memory_limits import check_memory
 
 HugePages = bool | Literal["advise"]
-"""False: ordinary pages. True: reserved ones (vm.nr_hugepages). "advise": the kernel decides."""
+"""True: reserved pages (vm.nr_hugepages). "advise": the kernel decides."""
 
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -29,10 +29,10 @@ _ADVICE = {
 
 
 class SharedSegment(MappedFile):
-    """A sealed memory file of zeros, mapped here; the attach socket passes its ``fd``.
+    """A sealed memory file of zeros, mapped here. Raises ``SegmentError``.
 
-    ``huge_pages`` True rounds ``size_bytes`` up to whole reserved pages. Without huge pages it uses
-    ordinary ones, and ``uses_huge_pages`` is False. Raises ``SegmentError``.
+    ``huge_pages`` True rounds ``size_bytes`` up to whole reserved pages, or uses ordinary ones if
+    there are none.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ def _refusal(error: OSError, size_bytes: int) -> SegmentError:
 
 
 def shmem_word() -> str:
-    """Return the kernel's huge page setting for memory files (always, advise, never, ...) or ""."""
     try:
         words = SHMEM_ENABLED.read_text(encoding="ascii")
     except OSError:

@@ -1,8 +1,4 @@
-"""The attach socket: an engine passes file descriptors, and its agent detects its death.
-
-``docs/protocol-engine.md`` has the format. The memory socket of a prefill agent uses it to lend its
-engines' memory to other agents.
-"""
+"""The attach socket: an engine passes file descriptors, and its agent detects its death."""
 
 from kvbus.memory.attach.channel import LENGTH_BYTES as LENGTH_BYTES
 from kvbus.memory.attach.channel import MAX_BODY_BYTES as MAX_BODY_BYTES

@@ -1,4 +1,4 @@
-"""Attach messages as frames over a socket, with descriptors on a frame's first bytes."""
+"""Attach messages as frames, with descriptors on a frame's first bytes."""
 
 import array
 import os
@@ -22,7 +22,6 @@ _CONTROL_BYTES = socket.CMSG_SPACE(MAX_FDS * _FD_BYTES)
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """Return length and body; raises ``ProtocolError`` if it is too large or not msgpack."""
     try:
         body: bytes = msgpack.packb(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -43,7 +42,6 @@ def decode_length(header: bytes) -> int:
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
-    """Raise ``ProtocolError`` for all but a map with string keys."""
     message = unpack_map(body, max_items=MAX_PEER_ITEMS)
     if not all(isinstance(key, str) for key in message):  # msgpack allows bin keys, too
         raise ProtocolError("an attach message must be a map with string keys")
@@ -51,7 +49,6 @@ def decode_body(body: bytes) -> dict[str, Any]:
 
 
 def open_reply(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``ok`` part, or raise ``RequestRefused`` or ``ProtocolError``."""
     match reply:
         case {"ok": dict(answer)}:
             return answer
@@ -71,7 +68,7 @@ def _checked(num_bytes: int) -> int:
 
 
 class FrameChannel:
-    """Frames over a connected Unix stream socket, for one receiver and one sender at a time."""
+    """For one receiver and one sender at a time."""
 
     def __init__(
         self, connected: socket.socket, *, frame_timeout_s: float = FRAME_TIMEOUT_S
@@ -82,7 +79,7 @@ class FrameChannel:
 
     @property
     def has_hung_up(self) -> bool:
-        """Whether the other side has closed, even if its end-of-file is unread."""
+        """True before the end-of-file is read, too."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -91,11 +88,9 @@ class FrameChannel:
             return True
 
     async def receive(self) -> tuple[bytes, list[int]]:
-        """Return the next body and its descriptors, which the caller closes.
+        """The caller closes the descriptors. ``frame_timeout_s`` begins with the frame.
 
-        Waits without limit for a frame to begin, and ``frame_timeout_s`` for its rest. Raises
-        ``anyio.EndOfStream`` if the other side is gone, ``ProtocolError`` for a wrong or unfinished
-        frame. Either error ends the channel.
+        Raises ``anyio.EndOfStream``, ``ProtocolError``; either ends the channel.
         """
         await anyio.wait_readable(self._socket)
         fds: list[int] = []
@@ -112,10 +107,7 @@ class FrameChannel:
             ) from error
 
     async def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a whole frame; hang up if interrupted in the middle.
-
-        Raises ``OSError`` if the other side is gone or a descriptor cannot be passed.
-        """
+        """Send a whole frame; hang up if interrupted in the middle. Raises ``OSError``."""
         rest = memoryview(frame)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -132,10 +124,7 @@ class FrameChannel:
             raise
 
     async def ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Send a message; return the ``ok`` of its reply, and descriptors that the caller closes.
-
-        No other task may wait for a reply. Raises as `send` and `receive`, and ``RequestRefused``.
-        """
+        """The caller closes the descriptors. No other task may wait for a reply."""
         await self.send(encode_frame(message))
         body, fds = await self.receive()
         try:
@@ -145,14 +134,13 @@ class FrameChannel:
             raise
 
     def hang_up(self) -> None:
-        """Make both sides see end-of-file; idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other side closed first
             return
 
     def close(self) -> None:
-        """Close the socket; no task may wait on it."""
+        """No task may wait on it."""
         self._socket.close()
 
     # The kernel keeps descriptors with the bytes that they were sent with. A read that continued

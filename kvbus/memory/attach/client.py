@@ -30,11 +30,7 @@ PendingReply = asyncio.Future[Reply | None]
 
 
 class AttachClient:
-    """A connection to the agent at ``path``, open within ``async with``.
-
-    ``closed`` is set when the agent disconnects or the block ends. Entering raises as
-    `connect_to_agent`.
-    """
+    """``closed`` is set when the agent disconnects."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -59,23 +55,22 @@ class AttachClient:
         await self._stack.aclose()  # so that it does not wrap the caller's exception
 
     def hang_up(self) -> None:
-        """Make the agent see end-of-file now, before the block ends."""
         if self._channel is not None:
             self._channel.hang_up()
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        """Send a message, with descriptors that the caller keeps; return the ``ok`` of the reply.
+        """Return the ``ok`` of the reply; the caller keeps its descriptors.
 
-        Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError`` for an invalid
-        message and ``SegmentError`` for an invalid descriptor. Cancelled while it waits, a call is
-        still executed. Cancelled while it sends, it ends the connection.
+        Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError``,
+        ``SegmentError``. Cancelled while it waits, a call is still executed. Cancelled while it
+        sends, it ends the connection.
         """
         answer, passed = await self.call_for_fds(message, fds)
         close_fds(passed)
         return answer
 
     async def call_for_fds(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Reply:
-        """Send as `call`; also return the reply's descriptors, which the caller closes."""
+        """As `call`; the caller closes the reply's descriptors."""
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"a message carries at most {MAX_FDS} descriptors")
         frame = encode_frame(message)
@@ -140,7 +135,7 @@ class AttachClient:
 
 
 async def query_agent(attach: Path) -> Welcome:
-    """Identify an agent; raises `PeerLost` or `RequestRefused` (``busy``) until it is ready."""
+    """Identify an agent; raises `PeerLost`, or `RequestRefused` (``busy``) until it is ready."""
     hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=uuid.uuid4().hex)
     async with AttachClient(attach) as client:
         return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))

@@ -29,7 +29,7 @@ class Lifeline:
         weakref.finalize(self, close_fds, [self._read_fd, self.write_fd])
 
     def new_read_end(self) -> int:
-        """Return a descriptor for the caller; raises `LocalError` (``busy``)."""
+        """Raises `LocalError` (``busy``)."""
         try:
             return os.dup(self._read_fd)
         except OSError as error:
@@ -38,10 +38,7 @@ class Lifeline:
 
 
 class AgentLife:
-    """The engine's side, in the event loop that creates it; owns ``fd``, the read end.
-
-    Without ``fd``, the agent's end is never detected.
-    """
+    """The engine's side; owns ``fd``. Without it, the agent's end is never detected."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.has_ended = False
@@ -73,7 +70,6 @@ class AgentLife:
             self.close()
 
     def close(self) -> None:
-        """Close the descriptor and drop all calls; idempotent."""
         self._calls = []
         if self._fd is not None:
             asyncio.get_running_loop().remove_reader(self._fd)

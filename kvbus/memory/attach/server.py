@@ -1,4 +1,4 @@
-"""The agent's side of a Unix socket: access checks, one task per connection, replies."""
+"""The agent's side of a Unix socket."""
 
 import os
 import socket
@@ -28,20 +28,16 @@ log = structlog.get_logger()
 
 
 class AttachConnection(FrameChannel):
-    """A connected process; compares by identity.
-
-    Its owner may ``hang_up`` to disconnect it; ``on_closed`` follows.
-    """
+    """After ``hang_up``, ``on_closed`` follows."""
 
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
         super().__init__(accepted, frame_timeout_s=frame_timeout_s)
         self.peer = PeerIdentity.of(accepted)
         self.has_ended = False
-        """The other side closed or broke the format; False if the server stops."""
 
 
 class PassingAnswer(NamedTuple):
-    """The ``ok`` part, and descriptors to send, which the server closes."""
+    """The server closes ``fds``."""
 
     ok: dict[str, Any]
     fds: list[int]
@@ -53,17 +49,10 @@ OnRefusal = Callable[[AttachConnection, str, KVBusError], object]
 
 
 class AttachServer:
-    """A server that listens at ``path`` while ``serve`` runs.
+    """``on_message(connection, message, fds)`` owns the descriptors that it pops from ``fds``.
 
-    Rejects other users, and connections above the limits, with an error reply.
-
-    ``on_message(connection, message, fds)`` returns the answer, or raises a ``KVBusError`` that
-    becomes the error reply. It owns the descriptors that it pops from ``fds``; the others are
-    closed after the reply is made. Messages are handled in order within a connection, concurrently
-    across connections.
-
-    ``on_refusal(connection, op, error)`` is called for each such error. ``on_closed(connection)``
-    is called once for each accepted connection, also when the server stops.
+    Messages of a connection are handled in order. ``on_closed`` is called once per accepted
+    connection.
     """
 
     def __init__(
@@ -87,7 +76,7 @@ class AttachServer:
         self._connections: set[AttachConnection] = set()
 
     async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; started once clients can connect. Raises ``ConfigError``."""
+        """Serve until cancelled. Raises ``ConfigError``."""
         with listening_at(self.path) as listener:
             async with anyio.create_task_group() as tasks:
                 task_status.started()

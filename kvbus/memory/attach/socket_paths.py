@@ -15,7 +15,7 @@ from kvbus.errors import ConfigError, ErrorCode, PeerLost, RequestRefused
 MAX_PATH_BYTES = 107  # sun_path without its NUL
 _BACKLOG = 64
 ENGINE_SOCKET = "engine.sock"
-"""In the folder of the attach socket; ZeroMQ binds it."""
+"""ZeroMQ binds it."""
 _CREDENTIALS = struct.Struct("iII")
 _MOST_LINKS = 40  # the limit of Linux
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -23,11 +23,9 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 @contextmanager
 def listening_at(path: Path) -> Iterator[socket.socket]:
-    """Listen at ``path`` with mode 0600, in a folder made with mode 0700.
+    """Only a dead agent's socket file is replaced: its lock is free. Raises ``ConfigError``.
 
-    The kernel unlocks the lock file when its owners are dead. So a dead agent's socket file is
-    replaced, and a live one's is not. The lock also covers the agent's other socket in the folder.
-    Both socket files are removed at the end. Raises ``ConfigError``.
+    The lock also covers the agent's other socket in the folder.
     """
     check_path_length(path)
     prepare_folder(path.parent)
@@ -49,7 +47,7 @@ def check_path_length(path: Path) -> None:
 
 
 def _locked(lock: Path, path: Path) -> IO[bytes]:
-    """Lock the file until it is closed. It stays: removal would race with the next agent."""
+    """The file stays: removal would race with the next agent."""
     try:
         opened = lock.open("ab")
     except OSError as error:
@@ -99,11 +97,9 @@ def _in_use(path: Path) -> ConfigError:
 
 
 def connect_to_agent(path: Path) -> socket.socket:
-    """Connect without blocking, and check the listener's user before anything is sent.
+    """Check the listener's user before anything is sent.
 
-    An agent attaches only processes of its own user; a listener of another user, even root, is not
-    one. Raises ``PeerLost`` if no process listens, ``RequestRefused`` (busy) if the queue is full
-    and ``ConfigError`` for another user.
+    Raises ``PeerLost``, ``RequestRefused`` (busy), and ``ConfigError`` for another user, even root.
     """
     check_path_length(path)
     with ExitStack() as stack:
@@ -152,7 +148,6 @@ class PeerIdentity(NamedTuple):
 # All parents of an entry are safe before it is checked, so no other user can change it. Links are
 # followed by hand, so that the folders on their way are checked, too.
 def prepare_folder(folder: Path) -> None:
-    """Make the folder with mode 0700, and its parents; check as `check_folder`."""
     _walk(folder, make=True)
 
 

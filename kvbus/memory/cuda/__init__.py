@@ -1,7 +1,4 @@
-"""GPU memory, shared by CUDA IPC. Import it by name only, as torch takes seconds.
-
-``share`` is the engine's side, ``open`` the agent's.
-"""
+"""GPU memory, shared by CUDA IPC."""
 
 from kvbus.memory.cuda.driver import check_cuda as check_cuda
 from kvbus.memory.cuda.driver import gpu_of as gpu_of

@@ -1,11 +1,7 @@
-"""GPUs by UUID, and calls of the CUDA driver for memory of another process.
+"""Calls of the CUDA driver for memory of another process.
 
-Each call uses the GPU's primary context, as torch does. Failures are `SegmentError`, with CUDA's
-name.
-
-Torch can share storages, too, but keeps an opened one while any tensor, view or traceback refers to
-it. A dead engine's memory must be free within a second. Torch also counts references in shared
-memory files, which a killed engine leaves behind.
+Each call uses the GPU's primary context, as torch does. Torch keeps an opened storage while any
+view or traceback refers to it. A dead engine's memory must be free within a second.
 """
 
 import ctypes
@@ -18,20 +14,16 @@ from kvbus.errors import SegmentError
 from kvbus.memory.nvidia import nvidia_driver
 
 HANDLE_BYTES = 64
-"""Size of a memory handle, and of an event handle."""
 _LAZY_PEER_ACCESS = 1
 _NO_SUCH_MEMORY = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
 
 
 class _Handle(ctypes.Structure):
-    """A `CUipcMemHandle`, which is passed by value."""
-
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 @contextmanager
 def on_gpu(ordinal: int) -> Iterator[None]:
-    """Select a GPU of this process for CUDA calls of this thread."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -46,10 +38,6 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Return start and bytes of the allocation around ``address``, or None if unknown.
-
-    CUDA may not know memory of another process.
-    """
     base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
     code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
     if code in _NO_SUCH_MEMORY:
@@ -59,7 +47,7 @@ def allocation_of(address: int) -> tuple[int, int] | None:
 
 
 def export_memory(base: int) -> bytes:
-    """Return the handle of an allocation; one mapped in parts has no handle."""
+    """An allocation that is mapped in parts has no handle."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
     return bytes(handle.reserved)
@@ -95,7 +83,6 @@ def gpu_uuid(ordinal: int) -> str:
 
 
 def gpu_ordinal(uuid: str) -> int:
-    """Return torch's number of a GPU; raises `SegmentError`."""
     check_cuda()
     visible = [gpu_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
     if uuid not in visible:
@@ -120,7 +107,6 @@ def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
 
 
 def gpu_of(device: torch.device) -> int:
-    """Return the number of ``device``, or of the current GPU; raises `SegmentError`."""
     check_cuda()
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if ordinal >= torch.cuda.device_count():
@@ -131,7 +117,6 @@ def gpu_of(device: torch.device) -> int:
 
 
 def check_cuda() -> None:
-    """Raise `SegmentError` unless torch can use a GPU here."""
     if torch.version.cuda is None:
         raise SegmentError(
             f"torch {torch.__version__} of this process has no CUDA: install a build of torch "

@@ -1,6 +1,5 @@
-"""The agent's side of an engine's CUDA memory: open, copy, close.
+"""The agent's side of an engine's CUDA memory.
 
-Engines are not trusted: the handle must open, and the claimed bytes must lie in the allocation.
 Zeros cannot replace this memory: all copies must end before `close`.
 """
 
@@ -35,7 +34,7 @@ WORDS = {
 
 
 class CudaMapping(OwnedMemory):
-    """An engine's CUDA memory, open in this process; ``device`` is the GPU's UUID.
+    """An engine's CUDA memory, open in this process.
 
     Blocks for milliseconds, or seconds the first time: use a thread. Raises `SegmentError`.
     """
@@ -68,7 +67,7 @@ class CudaMapping(OwnedMemory):
             raise
 
     def view(self) -> torch.Tensor:
-        """Return all bytes as uint8 on the GPU, valid until `close`."""
+        """Valid until `close`."""
         if self._tensor is None:
             raise ClosedError("the CUDA memory was closed: its engine is gone")
         return self._tensor
@@ -77,7 +76,7 @@ class CudaMapping(OwnedMemory):
         """Do nothing: `close` follows once no copy runs."""
 
     def close(self) -> None:
-        """Free the memory; idempotent. No copy may run. May block: use a thread."""
+        """Idempotent. No copy may run. May block: use a thread."""
         was_closed, self.closed, self._tensor = self.closed, True, None
         if not was_closed:
             with driver.on_gpu(self.ordinal):
@@ -114,7 +113,7 @@ class _Extent:
 
 
 class GpuSlots:
-    """Zeroed memory of a GPU, or ``pinned`` on the host. Raises `SegmentError`."""
+    """Zeroed; ``pinned`` is on the host. Raises `SegmentError`."""
 
     def __init__(self, size_bytes: int, ordinal: int, *, pinned: bool) -> None:
         check_cuda()
@@ -148,10 +147,7 @@ class GpuSlots:
 # No stream here waits for another process: if that process died, the stream would wait forever.
 # Instead, the thread that copies waits for the engine's events while the engine lives.
 class CopyStream:
-    """The copies of one rank on a GPU, one after the other; thread-safe.
-
-    ``events`` are handles of the engine. Raises `SegmentError` for an invalid one.
-    """
+    """One copy runs at a time; thread-safe. Raises `SegmentError`."""
 
     def __init__(self, ordinal: int, events: Iterable[bytes]) -> None:
         device = torch.device("cuda", ordinal)
@@ -164,8 +160,7 @@ class CopyStream:
     def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
         """Wait for the engine's events, run ``copy``, and block until its bytes are there.
 
-        ``gone`` returns whether the engine ended. Raises `LocalError` (``engine_lost``,
-        ``timeout``), and what ``copy`` raises.
+        Raises `LocalError` (``engine_lost``, ``timeout``).
         """
         wait_for(self._events, gone=gone)
         with torch.cuda.stream(self._stream):
@@ -185,7 +180,6 @@ def is_context_lost() -> bool:
 
 
 def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Block until each event is complete; raises `LocalError` (``engine_lost``, ``timeout``)."""
     deadline = time.monotonic() + timeout_s
     for event in events:
         while not event.query():
@@ -201,12 +195,9 @@ def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: floa
 
 
 class GpuMover:
-    """An executor of copies between a rank's ``tensors`` on one device and slots.
+    """Runs are rows of the largest size that divides their offsets and length.
 
-    Runs are rows of the largest size that divides their offsets and length. So one `index_select`
-    and one `index_copy_` move all runs between two allocations.
-
-    Slots on another device are copied in one piece, through a buffer on the rank's.
+    So one `index_select` and one `index_copy_` move all runs between two allocations.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

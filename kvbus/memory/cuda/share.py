@@ -1,4 +1,4 @@
-"""The engine's side: torch storages to share, and handles of GPU storages and events."""
+"""The engine's side of CUDA memory."""
 
 import torch
 
@@ -9,15 +9,12 @@ from kvbus.memory.mapping import OwnedMemory
 
 
 class TorchStorage(OwnedMemory):
-    """A torch storage that an engine shares with its agent, kept alive until `close`."""
-
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage: torch.UntypedStorage | None = storage
         self.address, self.size_bytes = storage.data_ptr(), storage.nbytes()
         self.closed = False
 
     def offset_bytes_of(self, tensor: torch.Tensor) -> int:
-        """Raise ``GeometryError`` for a tensor of another storage."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
             raise GeometryError("the tensor does not lie in this shared storage")
@@ -35,7 +32,7 @@ class TorchStorage(OwnedMemory):
 class CudaStorage(TorchStorage):
     """A GPU storage that an agent can open, ``offset_bytes`` into the allocation of ``handle``.
 
-    It keeps torch from freeing memory that the agent has open: close it after the agent has.
+    Close it after the agent has: until then torch must not free the memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage, *, handle: bytes, offset_bytes: int) -> None:
@@ -46,7 +43,6 @@ class CudaStorage(TorchStorage):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes as uint8 on the GPU."""
         storage = self._check_open()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return whole.set_(storage, 0, (self.size_bytes,), (1,))
@@ -56,8 +52,6 @@ class CudaStorage(TorchStorage):
 
 
 class CudaEvent:
-    """An event of one memory session, which the engine records behind its GPU work."""
-
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
         with torch.cuda.device(ordinal):
@@ -70,7 +64,6 @@ class CudaEvent:
 
 
 def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
-    """Share the tensor's whole storage by CUDA IPC; raises `SegmentError`."""
     ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
     if storage.nbytes() == 0:
         raise SegmentError("an empty tensor has no memory to share")
@@ -92,7 +85,6 @@ def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
 
 
 def allocate_cuda(size_bytes: int, device: torch.device | str) -> CudaStorage:
-    """Allocate zeroed GPU memory; raises `SegmentError`."""
     ordinal = gpu_of(torch.device(device))
     try:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
