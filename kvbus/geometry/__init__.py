@@ -1,4 +1,4 @@
-"""KV memory geometry: engines, ranks, groups and regions, and the address of each token's bytes."""
+"""KV memory geometry: the address of each token's bytes."""
 
 from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, NO_BLOCKS, BlockTable, num_blocks_for
 from kvbus.geometry.layouts import (

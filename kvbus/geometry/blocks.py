@@ -16,7 +16,7 @@ FEW_IDS = 64
 """Up to this many ids, Python is faster than a numpy call."""
 
 DENSE = 32
-"""Below this ratio of largest id to number of ids, ids are marked in an array, not sorted."""
+"""Below this ratio of largest id to number of ids, ids are not sorted."""
 
 BlockIds = npt.NDArray[np.uint32]
 
@@ -33,7 +33,7 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":
-        """Make a table of integers that fit uint32; raises `GeometryError`."""
+        """Raises `GeometryError` unless the integers fit uint32."""
         if isinstance(block_ids, list | tuple | range) and len(block_ids) <= FEW_IDS:
             with suppress(struct.error):  # other values are checked below
                 return cls(struct.pack(f"<{len(block_ids)}I", *block_ids), first_block)
@@ -47,7 +47,6 @@ class BlockTable(msgspec.Struct, frozen=True):
         return cls(ids=ids.astype("<u4").tobytes(), first_block=first_block)
 
     def array(self) -> BlockIds:
-        """Return the ids; raises `GeometryError` if the bytes are not whole ids."""
         if len(self.ids) % 4:
             raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
         return np.frombuffer(self.ids, dtype="<u4")
@@ -56,7 +55,6 @@ class BlockTable(msgspec.Struct, frozen=True):
         return len(self.ids) // 4
 
     def block(self, number: int) -> int:
-        """Return the id of the request's block ``number``; raises `IndexError`."""
         at = 4 * (number - self.first_block)
         if not 0 <= at <= len(self.ids) - 4:
             raise IndexError(
@@ -65,10 +63,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return int.from_bytes(self.ids[at : at + 4], "little")
 
     def extended(self, more: "BlockTable") -> "BlockTable":
-        """Return this table followed by ``more``, which must start at its end.
-
-        Raises `GeometryError` if it does not, or above `MAX_BLOCKS`.
-        """
+        """Raises `GeometryError` unless ``more`` starts at the end."""
         _check_number(self.array().size + more.array().size)
         if more.first_block != self.first_block + len(self):
             raise GeometryError(
@@ -92,10 +87,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return largest
 
     def check_ids(self, num_blocks: int) -> None:
-        """Raise `GeometryError` unless all ids are distinct and below ``num_blocks``.
-
-        A repeated id would put two tokens into one slot. Also raises above `MAX_BLOCKS` ids.
-        """
+        """Raise `GeometryError` unless all ids are distinct and below ``num_blocks``."""
         _check_number(len(self))
         largest, ids = self.check_below(num_blocks), self._ids()
         if isinstance(ids, tuple):
@@ -153,5 +145,4 @@ def _check_number(num_blocks: int) -> None:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the blocks of tokens whose first one starts a block."""
     return -(-num_tokens // block_size)

@@ -1,9 +1,4 @@
-"""Ready-made regions: a whole rank from the order of its axes, and a staging slot.
-
-An engine with other memory describes its regions itself. A slot holds one tile of a packed read:
-one region at offset 0, with one block, without gaps, in the order ``[layer, kv, token, head,
-dim]``.
-"""
+"""Ready-made regions: a whole rank from the order of its axes, and a staging slot."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,10 +37,7 @@ NAMED_ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The order of a cache's axes, outermost first.
-
-    With a layer axis, one region has all layers. Otherwise each layer has its own.
-    """
+    """The order of a cache's axes, outermost first."""
 
     axes: tuple[AxisName, ...]
 
@@ -65,8 +57,7 @@ class KvLayout:
     def parse(cls, text: str, *, cross_layer: bool = False) -> "KvLayout":
         """Parse ``NHD`` or ``HND`` (within a block), or all axes: ``block,kv,token,head,dim``.
 
-        ``cross_layer`` adds the layer axis after the block axis if ``text`` has none. Raises
-        `GeometryError`.
+        ``cross_layer`` adds a layer axis after the block axis. Raises `GeometryError`.
         """
         inner = NAMED_ORDERS.get(text)
         try:
@@ -89,11 +80,7 @@ def lay_out_rank(
     num_blocks: int | Mapping[str, int],
     segment_id: str = "kv",
 ) -> RankSpec:
-    """Lay out a rank's regions one after the other in one segment.
-
-    The rank holds the layers of its pipeline stage, split evenly, and its interval of KV heads, or
-    a replica of one if that is empty. Raises `GeometryError` for a stage without a layer.
-    """
+    """Lay out a rank's regions one after the other in one segment. Raises `GeometryError`."""
     regions: list[Region] = []
     end, stage = 0, held_layers(engine, rank)
     for group in engine.groups:
@@ -123,13 +110,12 @@ def lay_out_rank(
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """Return the global KV heads of a rank: its even share, or one replica if that is empty."""
+    """Return a rank's even share, or one replica if that is empty."""
     first, stop = (rank * num_kv_heads // tp_size for rank in (tp_rank, tp_rank + 1))
     return range(first, max(stop, first + 1))
 
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
-    """Return the layers of a rank's pipeline stage, split evenly by number."""
     layers = sorted({layer for group in engine.groups for layer in group.layers})
     stage = rank // engine.tp_size
     first, stop = (at * len(layers) // engine.pp_size for at in (stage, stage + 1))
@@ -137,10 +123,7 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
 
 
 def slot_region(group: GroupSpec, tile: Tile) -> Region:
-    """Return the region of a staging slot that holds ``tile``, packed, as one block.
-
-    ``group`` is that of either engine. Raises `GeometryError` if ``tile`` does not fit it.
-    """
+    """The region holds ``tile``, packed, as one block. Raises `GeometryError`."""
     check_held(group, tile, "tile")
     if tile.stop <= tile.start:
         raise GeometryError(f"tile has no positions: {tile.start} to {tile.stop}", field="stop")
@@ -150,10 +133,6 @@ def slot_region(group: GroupSpec, tile: Tile) -> Region:
 def staged_regions(
     group: GroupSpec, regions: Iterable[Region], held: Tile, *, num_blocks: int
 ) -> Iterator[Region]:
-    """Yield regions of a slot that holds blocks in the order of ``regions``, without gaps.
-
-    They have only the layers, parts and heads of ``held``.
-    """
     end = 0
     for one in regions:
         layers = tuple(layer for layer in one.layers if layer in held.layers)
@@ -186,7 +165,6 @@ def _packed_region(
     segment_id: str = "slot",
     offset_bytes: int = 0,
 ) -> Region:
-    """Return a region of blocks of this shape, without gaps; ``order`` is outermost first."""
     sizes = {
         AxisName.BLOCK: num_blocks,
         AxisName.LAYER: len(block.layers),

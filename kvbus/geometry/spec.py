@@ -1,12 +1,4 @@
-"""Specs of an engine, its groups, ranks and regions, as sent on the wire.
-
-`kvbus.geometry.validation` checks them.
-
-Axes of a region, in any order:
-    block   num_blocks of the rank's cache        token   slots within one block
-    layer   the region's layers, in `layers`      kv      the region's parts, in `parts`
-    head    the region's KV heads                 dim     elements of one head
-"""
+"""Specs of an engine, its groups, ranks and regions, as sent on the wire."""
 
 from enum import StrEnum
 from typing import Annotated, NamedTuple
@@ -29,6 +21,9 @@ DTYPE_SIZES_BYTES = {
 }
 
 
+#     block   num_blocks of the rank's cache        token   slots within one block
+#     layer   the region's layers, in `layers`      kv      the region's parts, in `parts`
+#     head    the region's KV heads                 dim     elements of one head
 class AxisName(StrEnum):
     """Axes of a region."""
 
@@ -89,11 +84,9 @@ class Region(msgspec.Struct, frozen=True):
     """Its axes in any order, none twice. An axis of size 1 may be left out."""
 
     def size(self, name: AxisName) -> int:
-        """Return the number of indices, or 1 without the axis."""
         return next((axis.size for axis in self.axes if axis.name is name), 1)
 
     def stride_bytes(self, name: AxisName) -> int:
-        """Return the bytes between indices, or 0 without the axis."""
         return next((axis.stride_bytes for axis in self.axes if axis.name is name), 0)
 
 
@@ -156,10 +149,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
         return self.part_shape(part).head_dim * DTYPE_SIZES_BYTES[self.dtype]
 
     def positions(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the positions that tokens [start, stop) of a request of ``stop`` tokens need.
-
-        A window limits them to the last ``window`` tokens; a state has one. Equal bounds mean none.
-        """
+        """Return the positions that tokens [start, stop) of a request of ``stop`` tokens need."""
         if stop <= start:
             return start, start
         if self.state:
@@ -174,9 +164,7 @@ def state_group(
 ) -> GroupSpec:
     """Make a group of opaque bytes: one block per request, of any length.
 
-    The bytes move unchanged once the offer is sealed: a state is that of the last token. Without
-    ``layers`` it belongs to no layer, such as a row of metadata. If ``optional``, the other side
-    may lack it.
+    Without ``layers`` the state belongs to no layer. If ``optional``, the other side may lack it.
     """
     names = tuple(part.name for part in parts)
     return GroupSpec(name, layers or (0,), 1, 1, 1, "uint8", names, None, parts, optional)
@@ -219,7 +207,6 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """Blocks by group; all regions of a group have the same number."""
         return {region.group: region.size(AxisName.BLOCK) for region in self.regions}
 
 

@@ -1,7 +1,4 @@
-"""Checks of block tables against the tokens of an offer, a fetch or a read.
-
-Each raises `GeometryError`. ``num_blocks`` is the size of a group's cache.
-"""
+"""Checks of block tables. Each raises `GeometryError`."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,10 +13,9 @@ NumBlocks = Callable[[str], int]
 def check_offered(
     engine: EngineSpec, tables: Tables, num_tokens: int, *, sealed: bool, num_blocks: NumBlocks
 ) -> None:
-    """Check that ``tables`` hold what ``num_tokens`` tokens need of each group.
+    """In an open offer, a group without tokens needs no table.
 
-    In an open offer, a group without tokens needs no table. A group with a window may lack blocks
-    that its end does not need.
+    A group with a window may lack blocks that its end does not need.
     """
     _check_groups(engine, tables, all_groups=sealed)
     for group in engine.groups:
@@ -43,10 +39,7 @@ def check_offered(
 def check_fetched(
     engine: EngineSpec, tables: Tables, first_token: int, num_tokens: int, *, num_blocks: NumBlocks
 ) -> None:
-    """Check that ``tables`` are exactly the blocks that the tokens need.
-
-    A fetch of no tokens may still read states. An unwanted optional group has an empty table.
-    """
+    """A fetch of no tokens may still read states. An unwanted optional group has an empty table."""
     _check_groups(engine, tables, all_groups=True)
     for group in engine.groups:
         table = tables[group.name]
@@ -61,7 +54,6 @@ def check_fetched(
 def check_exact(
     group: GroupSpec, table: BlockTable, span: tuple[int, int], *, num_blocks: int
 ) -> None:
-    """Check that ``table`` is exactly the blocks of these positions, each once."""
     table.check_covers(*span, group.block_size)
     table.check_ids(num_blocks)
 
@@ -69,7 +61,7 @@ def check_exact(
 def check_readable(
     group: GroupSpec, table: BlockTable, span: tuple[int, int], *, num_blocks: int
 ) -> None:
-    """Check that ``table`` includes the blocks of these positions; they may repeat."""
+    """Blocks may repeat, and the table may have more."""
     table.check_holds(*span, group.block_size, group=group.name)
     table.check_below(num_blocks)
 

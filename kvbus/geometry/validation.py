@@ -1,4 +1,4 @@
-"""Validation of specs before any byte moves; each `GeometryError` names the field."""
+"""Validation of specs; each `GeometryError` names the field."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -45,12 +45,7 @@ def validate_engine(spec: EngineSpec) -> None:
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
-    """Raise `GeometryError` unless ``rank`` is a possible rank of ``spec``.
-
-    Regions must fit their group and segment, must not overlap, and must hold each layer of the
-    pipeline stage once, with all parts. Regions of two groups may overlap if only blocks of equal
-    id share bytes.
-    """
+    """Regions of two groups may overlap if only blocks of equal id share bytes."""
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
     _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
@@ -71,10 +66,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
 
 
 def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
-    """Raise `GeometryError` unless valid ``ranks`` are all of ``spec`` and together hold its KV.
-
-    A replica may be missing, but not the last holder of a head.
-    """
+    """A replica may be missing, but not the last holder of a head."""
     ranks = tuple(ranks)
     ordered = sorted(rank.rank for rank in ranks)
     _require(
@@ -180,10 +172,7 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, needs_all_layers: bo
 
 
 class _Span(NamedTuple):
-    """The bytes of a region, or of a part of one, from first to last.
-
-    ``axes`` are those along which its contiguous runs repeat, outermost first.
-    """
+    """``axes`` are those along which its contiguous runs repeat, outermost first."""
 
     start: int
     stop: int
@@ -195,7 +184,6 @@ class _Span(NamedTuple):
         return self.axes[0].stride_bytes if self.axes else 0
 
     def first(self, num: int) -> list["_Span"]:
-        """Return a span for each of the first ``num`` outermost indices."""
         stop, axes, region = self.stop - _reach(self.axes[0]), self.axes[1:], self.region
         starts = (index * self.step for index in range(num))
         return [_Span(self.start + by, stop + by, axes, region) for by in starts]
@@ -228,10 +216,7 @@ def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
 
 
 def _share_a_cell(spans: list[_Span]) -> bool:
-    """Return whether block b of a region can share bytes only with block b of another.
-
-    All must have the same block stride, and one block of all of them must fit into it.
-    """
+    """Return whether block b of a region can share bytes only with block b of another."""
     (step, *others) = {span.region.stride_bytes(AxisName.BLOCK) for span in spans}
     stops = (span.stop - (span.region.size(AxisName.BLOCK) - 1) * step for span in spans)
     return not others and max(stops) - min(span.start for span in spans) <= step

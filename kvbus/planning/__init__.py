@@ -1,7 +1,4 @@
-"""Read plans: which rank reads which bytes from which rank, and on which path.
-
-Addresses are numbers here.
-"""
+"""Read plans: which rank reads which bytes from which rank."""
 
 from kvbus.planning.choose import Learned, Path, choose_path, least_tile_bytes, usual_tile_bytes
 from kvbus.planning.mapping import (

@@ -10,8 +10,6 @@ from kvbus.planning.mapping import Share, position_bytes
 
 
 class Path(StrEnum):
-    """Paths from blocks to blocks."""
-
     DIRECT = "direct"
     """READ from the prefill engine's blocks into the decode engine's."""
     STAGED = "staged"
@@ -68,15 +66,11 @@ def is_little(num_bytes: int, num_runs: int) -> bool:
 
 
 def usual_tile_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:
-    """Return the size of a fetch's tiles: at least two, as their stages overlap.
-
-    No tile can be smaller than ``least``: see `least_tile_bytes`.
-    """
+    """Return the size of a fetch's tiles: at least two, as their stages overlap."""
     return min(slot_bytes, max(LEAST_TILE_BYTES, num_bytes // 2, least))
 
 
 def least_tile_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
-    """Return the smallest tile that `cut_into_tiles` can make of each share."""
     sizes = (position_bytes(one, engine.group(one.group)) // len(one.layers) for one in shares)
     return max(sizes, default=1)
 
@@ -87,8 +81,6 @@ def least_tile_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
 # an exponential average. Contention with other fetches is included in the duration.
 @dataclass(slots=True)
 class Learned:
-    """Durations of fetches from one prefill agent on one path; the defaults are assumed."""
-
     fixed_s: float = 1e-3
     bytes_per_s: float = 8e9
     num_observed: int = 0
@@ -97,7 +89,6 @@ class Learned:
         return self.fixed_s + num_bytes / self.bytes_per_s
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Learn from one fetch; ignore it if no bytes or no time passed."""
         if num_bytes <= 0 or seconds <= 0:
             return
         predicted_s = self.predict_s(num_bytes)

@@ -1,7 +1,4 @@
-"""The ``kvbus plan`` command: reads, path and duration of a handoff between two specs.
-
-It starts no agent and allocates no KV memory; addresses are synthetic.
-"""
+"""The command ``kvbus plan``."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -59,7 +56,7 @@ MAX_MERGED = 1 << 22
 """Above this number, neighbouring runs are counted separately."""
 MAX_ROWS = 40
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
-"""Distance to a request's next block, as a fraction of the cache: scattered as in a busy one."""
+"""Distance to a request's next block, as a fraction of the cache."""
 HOW = {
     Path.DIRECT: "READs straight from blocks to blocks",
     Path.STAGED: "READs of whole blocks into slots of the decode agent, copied from there",
@@ -72,8 +69,6 @@ SHORT = {"num_bytes": "bytes", "num_tiles": "tiles", "prefill": "from", "decode"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Two engines, tokens [first_token, tokens) of a request, and inputs of the path choice."""
-
     prefill: Annotated[str, Option("--from", metavar="SPEC", help="The prefill engine.")]
     decode: Annotated[str, Option("--to", metavar="SPEC", help="The decode engine.")]
     tokens: Annotated[int, Option(min=0, max=MAX_SPAN, metavar="N", help="Tokens of the request.")]
@@ -130,15 +125,11 @@ def plan(options: PlanOptions) -> None:
 
 
 class PlannedEngine(msgspec.Struct, frozen=True):
-    """One engine; ``axes`` of its memory, outermost first."""
-
     engine: EngineSpec
     axes: tuple[AxisName, ...]
 
 
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """One rank's reads from another; intervals are half open."""
-
     prefill_rank: int
     decode_rank: int
     group: str
@@ -150,11 +141,6 @@ class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """One path: ``descriptors`` READs, or copies if mapped, of ``num_bytes`` in total.
-
-    ``scattered_bytes`` are written out of slots: more than are read if ranks hold the same KV.
-    """
-
     descriptors: int
     num_bytes: int
     num_tiles: int = 0
@@ -162,8 +148,6 @@ class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 class HandoffPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """The result of `make_plan`, as ``--json`` prints it; impossible paths are null."""
-
     prefill: PlannedEngine
     decode: PlannedEngine
     tokens: tuple[int, int]
@@ -178,7 +162,7 @@ class HandoffPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 def make_plan(options: PlanOptions) -> HandoffPlan:
-    """Plan a handoff; raises `GeometryError` (``incompatible``) and `ConfigError`."""
+    """Raises `GeometryError` (``incompatible``) and `ConfigError`."""
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
@@ -212,7 +196,6 @@ def make_plan(options: PlanOptions) -> HandoffPlan:
 
 
 def _read_engines(options: PlanOptions) -> tuple[PlannedEngine, PlannedEngine]:
-    """Return both engines; raise `GeometryError` unless they can exchange KV."""
     prefill, decode = (
         PlannedEngine(engine, layout.axes)
         for engine, layout in (
@@ -232,8 +215,6 @@ def _read_engines(options: PlanOptions) -> tuple[PlannedEngine, PlannedEngine]:
 
 
 class _Handoff:
-    """The reads of a handoff, and its plan on each path."""
-
     def __init__(
         self, prefill: PlannedEngine, decode: PlannedEngine, spans: Spans, *, slot_bytes: int
     ) -> None:
@@ -279,7 +260,6 @@ class _Handoff:
         return PathPlan(descriptors=descriptors, num_bytes=self.num_bytes)
 
     def staged_path(self) -> PathPlan | None:
-        """Return None if there is nothing to read, or a block of one layer fits no slot."""
         if not self.num_bytes or not self._staged:
             return None
         tile_bytes = usual_tile_bytes(self.num_bytes, least=1, slot_bytes=self._slot_bytes)
@@ -293,7 +273,6 @@ class _Handoff:
         return self._slotted(descriptors=descriptors, num_tiles=len(tiles))
 
     def packed_path(self) -> PathPlan | None:
-        """Return None if there is nothing to read, or a position of one layer fits no slot."""
         least = least_tile_bytes(self._joined, self._engine)
         if not self.num_bytes or least > self._slot_bytes:
             return None
@@ -322,7 +301,6 @@ class _Handoff:
         )
 
     def reason(self, choice: Path) -> str:
-        """Return why `choose` chose this path."""
         long = bytes_text(LONG_RUN_BYTES)
         if not self.num_bytes:
             return "there is nothing to read"
@@ -340,18 +318,13 @@ class _Handoff:
 
 
 def _num_descriptors(num_runs: int, listed: Iterable[Runs]) -> int:
-    """Count the runs as NIXL gets them, merged with neighbours; only count too many to list."""
+    """Only count runs that are too many to list."""
     if num_runs > MAX_MERGED:
         return num_runs
     return sum(len(runs.reads().local) for runs in listed)
 
 
 class _Placed:
-    """The ranks of an engine at synthetic addresses, and the block tables of a request.
-
-    ``step`` is the distance of the next block, as a fraction of the cache.
-    """
-
     def __init__(self, planned: PlannedEngine, spans: Spans, *, step: float) -> None:
         engine, layout = planned.engine, KvLayout(planned.axes)
         self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
@@ -374,7 +347,6 @@ class _Placed:
 
 
 def _scattered_table(group: GroupSpec, span: Span, *, step: float) -> tuple[BlockTable, int]:
-    """Return the blocks of these positions, and the number of blocks in the cache."""
     start, stop = span
     first = start // group.block_size
     needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0

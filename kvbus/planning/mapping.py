@@ -1,7 +1,6 @@
 """The prefill ranks that each decode rank reads from.
 
-Each (layer, part, head) of a reader is looked for in the prefill ranks. So tensor parallelism,
-replicas and pipeline stages need no cases of their own.
+Each (layer, part, head) of a reader is looked up, so parallelism needs no cases of its own.
 """
 
 from collections import Counter, defaultdict
@@ -24,8 +23,7 @@ Cell = tuple[str, int, str]
 def check_compatible(prefill: EngineSpec, decode: EngineSpec) -> None:
     """Raise `GeometryError` (``incompatible``) unless the engines can exchange KV.
 
-    Parallelism, block sizes and layouts may differ. Other differences would give wrong tokens. The
-    error's detail has ``field``, ``prefill`` and ``decode`` of the first one.
+    Its detail has ``field``, ``prefill`` and ``decode`` of the first difference.
     """
     _refuse_difference("model", prefill.model, decode.model)
     read, held = ({group.name for group in side.groups} for side in (decode, prefill))
@@ -52,7 +50,6 @@ def _refuse_difference(field: str, prefill: object, decode: object) -> None:
 
 
 def _shown(value: object) -> str:
-    """Ignore the order of groups, layers and parts."""
     if not isinstance(value, tuple | list):
         return str(value)
     ordered = sorted(value, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
@@ -63,8 +60,7 @@ def _shown(value: object) -> str:
 class Share:
     """Layers x parts x heads of one group that rank ``reader`` reads from rank ``holder``.
 
-    The parts have heads of one size; the fetch chooses the tokens. ``others`` are further readers
-    of a joined share: each gets a copy.
+    The parts have heads of one size. ``others`` are further readers: each gets a copy.
     """
 
     holder: int
@@ -90,13 +86,11 @@ class Share:
 
 
 def position_bytes(held: Region | Share, group: GroupSpec) -> int:
-    """Return the bytes at one position; ``group`` is either side's."""
     num_heads = len(held.layers) * len(held.parts) * held.num_heads
     return num_heads * group.head_bytes(held.parts[0])
 
 
 def bytes_by_group(held: Iterable[Region | Share], engine: EngineSpec) -> Counter[str]:
-    """Return the bytes at one position; ``engine`` is either side's."""
     found = Counter[str]()
     for one in held:
         found[one.group] += position_bytes(one, engine.group(one.group))
@@ -116,10 +110,7 @@ def cells(held: Region | Share) -> Iterator[Cell]:
 
 
 class _Wanted(NamedTuple):
-    """Heads [first, stop) of one cell that a reader needs, and the ranks that hold all of them.
-
-    ``others`` need the same, and get a copy.
-    """
+    """Heads [first, stop) of one cell that a reader needs."""
 
     reader: int
     cell: Cell
@@ -131,11 +122,7 @@ class _Wanted(NamedTuple):
 
 
 class ReadMap:
-    """The content of the decode ranks, and the prefill ranks that have each part of it.
-
-    ``decode`` may be some of the engine's ranks; ``places`` are their locations, by default one.
-    Raises `GeometryError` (``incompatible``) if no prefill rank holds something.
-    """
+    """Raises `GeometryError` (``incompatible``) if no prefill rank holds something."""
 
     def __init__(
         self,
@@ -148,21 +135,14 @@ class ReadMap:
         self._joined = _joined(self._wanted, places or {})
         self._offsets = _offsets(self._wanted)
         self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
-        """Period of ``replica_index``, over which replicas are read equally often.
-
-        Where `MAX_CHOICES` cuts a round short, the numbers differ by one.
-        """
+        """Period of ``replica_index``, over which replicas are read equally often."""
 
     def shares(self, replica_index: int = 0) -> tuple[Share, ...]:
-        """Return one holder for each element; ``replica_index`` selects among replicas.
-
-        Readers of the same elements, and consecutive values of ``replica_index``, use different
-        holders. So replicas share the load within a fetch and over fetches.
-        """
+        """Readers of the same elements use different holders, and so do consecutive fetches."""
         return self._shares(self._wanted, replica_index)
 
     def joined(self, replica_index: int = 0) -> tuple[Share, ...]:
-        """As `shares`, but read once what several readers in one place want."""
+        """As `shares`, but read once what several readers in one place need."""
         return self._shares(self._joined, replica_index)
 
     def _shares(self, wanted: list[_Wanted], replica_index: int) -> tuple[Share, ...]:
@@ -202,7 +182,6 @@ class ReadMap:
 
 
 def _all_wanted(prefill: Iterable[RankSpec], decode: Iterable[RankSpec]) -> Iterator[_Wanted]:
-    """Yield each reader's heads, cut where the set of their holders changes."""
     held: dict[Cell, list[tuple[int, int, int]]] = defaultdict(list)
     for rank, region in _regions(prefill):
         for cell in cells(region):
@@ -238,10 +217,7 @@ def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_
 
 
 def _offsets(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
-    """Return each reader's index among the readers of each set of holders.
-
-    Indices start at the lowest reader, which spreads agents of different readers over the holders.
-    """
+    """Indices start at the lowest reader, which spreads agents over the holders."""
     readers_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for one in wanted:
         if one.reader not in readers_of[one.candidates]:

@@ -1,12 +1,7 @@
 """Plans: which bytes of source ranks go to which bytes of target ranks.
 
-Bytes are paired by position (token, layer, part, head), never by counting blocks. So all block
-sizes and strides give the right pairs, and change only the length of runs. A unit is tokens in one
-block on either side. All blocks of a region are alike, so the runs of a unit are computed once per
-length.
-
-READs, mapped copies, packing, unpacking and zeroing are all runs of a plan. To a plan, a staging
-slot is a rank with one region at address 0.
+Bytes are paired by position (token, layer, part, head), never by counting blocks. A unit is tokens
+in one block on either side. The runs of a unit are computed once per length.
 """
 
 from collections import defaultdict
@@ -41,10 +36,7 @@ WHOLE_SLOT = BlockTable.of([0])
 
 @dataclass(frozen=True, slots=True)
 class PlacedRank:
-    """A rank, and the address at which its agent has mapped each segment.
-
-    Without addresses it is unregistered: no READ can start or end in its blocks.
-    """
+    """A rank, and the address of each segment; without addresses, READs cannot use its blocks."""
 
     engine: EngineSpec
     rank: RankSpec
@@ -56,11 +48,7 @@ class PlacedRank:
 
 
 class RunPlan:
-    """Runs that ``shares`` move from source ranks to target ranks, both by number.
-
-    Made once, as shapes are constant; `runs` is called for each fetch. Raises `GeometryError` if a
-    rank lacks content of a share.
-    """
+    """Raises `GeometryError` if a rank lacks content of a share."""
 
     def __init__(
         self,
@@ -79,11 +67,7 @@ class RunPlan:
         return sum(one.num_runs(*spans[one.form.group]) for one in self._bundles)
 
     def runs(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
-        """Return the runs of all positions, each once.
-
-        Raises `IndexError` if a table does not cover its positions. Groups without positions need
-        no tables.
-        """
+        """Raises `IndexError` if a table does not cover its positions."""
         few: list[Run] = []
         for one in self._bundles:
             start, stop = spans[one.form.group]
@@ -105,11 +89,6 @@ class RunPlan:
 # To the planner, a slot with n positions from p on is one block that never ends. So the slot cuts
 # no unit, and position 0 lies p tokens in front of it. Plans depend on n, but not on p.
 class SlotPlan:
-    """The runs between a rank's blocks and slots for tiles of one shape.
-
-    Raises `GeometryError` for a layer, part or head that the rank lacks.
-    """
-
     def __init__(self, placed: PlacedRank, tile: Tile, *, into_slot: bool) -> None:
         group = placed.engine.group(tile.group)
         region = slot_region(group, tile)
@@ -125,7 +104,6 @@ class SlotPlan:
         self._token_bytes = region.stride_bytes(AxisName.TOKEN)
 
     def runs(self, table: BlockTable, start: int, stop: int, *, slot_at: int) -> Runs:
-        """Return the runs of positions [start, stop); the slot begins at address ``slot_at``."""
         first, there = slot_at - start * self._token_bytes, {self._group: WHOLE_SLOT}
         here, spans = {self._group: table}, {self._group: (start, stop)}
         if self._into_slot:
@@ -134,10 +112,7 @@ class SlotPlan:
 
 
 class _Side(NamedTuple):
-    """Strides and block size of regions on one side.
-
-    ``axes`` are the other axes, layer to dim: bytes from the first moved index to each.
-    """
+    """``axes`` are the other axes, layer to dim: bytes from the first moved index to each."""
 
     block_bytes: int
     token_bytes: int
@@ -145,10 +120,6 @@ class _Side(NamedTuple):
     axes: tuple[tuple[int, ...] | range, ...]
 
     def offsets(self, table: BlockTable, positions: Offsets) -> Offsets:
-        """Return offsets of ascending positions from block 0; raises `IndexError`.
-
-        `_Bundle.add_few` does the same for one position.
-        """
         rows = positions // self.block_size - table.first_block
         if rows[0] < 0:
             raise IndexError(f"block table starts only at block {table.first_block}")
@@ -157,8 +128,6 @@ class _Side(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The common form of pairs of regions that differ only in their addresses."""
-
     group: str
     source: _Side
     target: _Side
@@ -166,10 +135,7 @@ class _Form(NamedTuple):
 
 
 class _Bundle:
-    """Pairs of regions of one form, with one pattern of runs.
-
-    A corner is the address of block 0, token 0 and the first layer, part, head and dim.
-    """
+    """A corner is the address of block 0, token 0 and the first layer, part, head and dim."""
 
     def __init__(self, form: _Form, corners: list[tuple[int, int]]) -> None:
         self.form = form
@@ -184,7 +150,7 @@ class _Bundle:
     def add_few(
         self, runs: list[Run], source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> bool:
-        """Add the runs of [start, stop); return False if ``runs`` exceeds `MAX_FEW`."""
+        """Return False if ``runs`` exceeds `MAX_FEW`."""
         _, (from_block, from_token, from_size, _), (to_block, to_token, to_size, _), _ = self.form
         while start < stop:
             from_index, to_index = start % from_size, start % to_size
@@ -223,10 +189,9 @@ class _Bundle:
         return every[0] if len(every) == 1 else np.unique(np.concatenate(every))
 
     def _unit(self, num_tokens: int) -> tuple[Lattice, tuple[Run, ...]]:
-        """Return the runs of one unit at offset 0, over all pairs; an empty tuple if they are many.
+        """An empty tuple if the runs are many.
 
-        Outer steps leave a block of the target, inner ones do not. All units are kept: a block
-        limits their number.
+        Outer steps leave a block of the target, inner ones do not.
         """
         found = self._units.get(num_tokens)
         if found is None:
@@ -314,7 +279,7 @@ def _side(
 
 
 def _steps(indices: tuple[int, ...] | range, stride_bytes: int) -> tuple[int, ...] | range:
-    """Return bytes from the first index; a range hashes and compares fast at any length."""
+    """A range hashes and compares fast at any length."""
     if isinstance(indices, range):
         return range(0, len(indices) * stride_bytes, stride_bytes) if stride_bytes else range(1)
     return tuple((index - indices[0]) * stride_bytes for index in indices)

@@ -1,7 +1,7 @@
 """Runs: bytes to move from source addresses to target addresses.
 
-A few runs are integers, as a numpy call costs as much as a run; many are lattices. Arrays of
-offsets have the shape (2, n): row 0 is the source, row 1 the target.
+A few runs are integers, as a numpy call costs as much as a run. Arrays of offsets have the shape
+(2, n): sources, targets.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,7 @@ Extents = Sequence[tuple[int, int]]
 
 
 class Reads(NamedTuple):
-    """Runs for NIXL: rows of both arrays, shape (n, 3), are address, bytes, device."""
+    """Rows of both arrays, shape (n, 3), are address, bytes, device."""
 
     local: Rows
     remote: Rows
@@ -76,10 +76,7 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Bytes to move: ``few`` runs, or ``lattices`` of many.
-
-    Targets do not overlap. Callers check the sources.
-    """
+    """Targets do not overlap."""
 
     few: tuple[Run, ...] = ()
     lattices: tuple[Lattice, ...] = ()
@@ -110,10 +107,7 @@ class Runs:
         return num_bytes
 
     def check_sources(self, extents: Extents) -> None:
-        """Raise `GeometryError` unless each source lies within one of ``extents``.
-
-        All runs of an outer offset must lie in the same one.
-        """
+        """Raise `GeometryError` unless each source lies within one of ``extents``."""
         ordered = sorted(extents)
         for _, source, num_bytes in self.few:
             at = bisect_right(ordered, source, key=itemgetter(0)) - 1
@@ -151,7 +145,6 @@ class Runs:
         return Reads(_rows(targets, sizes, local_device), _rows(sources, sizes, remote_device))
 
     def cut(self, job_bytes: int) -> list["Runs"]:
-        """Return jobs of at most ``job_bytes`` that move each byte once; small runs share a job."""
         jobs: list[Runs] = []
         room = 0
         for one in self._all_lattices():
@@ -202,11 +195,9 @@ def _rows(addresses: Offsets, num_bytes: Offsets, device: int) -> Rows:
 
 
 def _cut(one: Lattice, job_bytes: int) -> Iterator[Lattice]:
-    """Yield the lattice in parts of at most ``job_bytes``.
+    """Cuts between outer offsets keep neighbouring units together.
 
-    Cuts between outer offsets keep neighbouring units together. If a unit has several runs, cuts
-    between units come first, to read its bytes together. Then come cuts the other way, and cuts
-    within units and runs.
+    Cuts between units of several runs come next, to read their bytes together.
     """
     if one.num_bytes <= job_bytes:
         yield one
@@ -243,7 +234,6 @@ def _for_caches(one: Lattice) -> Lattice:
 #     by target     1             33            2             34
 #     interleaved   1             2             3             4
 def _interleaved(one: Lattice) -> Lattice:
-    """Make outer offsets that are neighbours or equal on one side inner ones."""
     num = one.outer.shape[1]
     for side in (0, 1):
         ascending = one.outer[:, np.argsort(one.outer[side], kind="stable")]

@@ -1,13 +1,4 @@
-"""Spans: the positions of each group's block table that a fetch, or a chunk of it, moves.
-
-A group with an empty span needs no blocks. Engines cache whole blocks, so a span covers more than a
-window. It includes requested tokens in front of the window that share its first block, as far as
-both sides have them. The holder drops whole blocks, too:
-
-    reader, blocks of 4    ....|...w|wwww|ww      w: the window, 7 tokens before the 14th
-    holder, blocks of 4        |mmmw|wwww|ww      m: moved with it; the reader's block is whole
-    holder, blocks of 2          |mw|ww|ww|ww     its first block has a gap of two tokens
-"""
+"""Spans: the positions of each group's block table that a fetch, or a chunk of it, moves."""
 
 from collections.abc import Iterable, Mapping
 
@@ -20,11 +11,14 @@ Tables = Mapping[str, BlockTable]
 NO_TABLES: Tables = {}
 
 
+# Engines cache whole blocks. So a span includes requested tokens in front of the window that share
+# its first block, as far as both sides have them. The holder drops whole blocks, too:
+#
+#     reader, blocks of 4    ....|...w|wwww|ww      w: the window, 7 tokens before the 14th
+#     holder, blocks of 4        |mmmw|wwww|ww      m: moved with it; the reader's block is whole
+#     holder, blocks of 2          |mw|ww|ww|ww     its first block has a gap of two tokens
 class SpanMap:
-    """Tokens that fetches move from the groups of an engine, the holder, to those of a reader.
-
-    Groups that the holder lacks are ignored.
-    """
+    """Groups that the holder lacks are ignored."""
 
     def __init__(self, readers: Iterable[GroupSpec], holders: Iterable[GroupSpec]) -> None:
         held = {group.name: group.block_size for group in holders}
@@ -51,8 +45,8 @@ class SpanMap:
     ) -> dict[str, Span]:
         """Return the spans of tokens [chunk) of a fetch of tokens [whole).
 
-        A state is that of the last token: it comes with the ``last`` chunk, even an empty one. A
-        block in ``tables`` requests a state even without tokens. An optional state needs one.
+        A state comes with the ``last`` chunk, even an empty one. A block in ``tables`` requests a
+        state even without tokens.
         """
         spans = self.whole(*whole)
         for name, (lo, hi) in spans.items():
@@ -76,12 +70,10 @@ class SpanMap:
 
 
 def asked_states(groups: Iterable[GroupSpec], tables: Tables) -> frozenset[str]:
-    """Return the states that a fetch wants: those with a block."""
     return frozenset(one.name for one in groups if one.state and tables.get(one.name))
 
 
 def tail_spans(groups: Iterable[GroupSpec], spans: Spans) -> Spans:
-    """Return the unused positions of each group's last block, behind a whole fetch's ``spans``."""
     tails = {}
     for group in groups:
         start, stop = spans[group.name]

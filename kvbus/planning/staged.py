@@ -1,11 +1,4 @@
-"""Staged reads: whole blocks are READ into a slot here, and copied to the readers.
-
-Short runs of the readers' blocks may be long ones at the holder. This is so if axes have another
-order, or if a block has the heads of several ranks here. A slot holds the holder's blocks in their
-order, without gaps. To the planner it is a rank of the holder's engine:
-
-    holder's blocks ──READ, long runs──▶ slot ──copy, short runs──▶ blocks of each reader
-"""
+"""Staged reads: whole blocks are READ into a slot here, and copied to the readers."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,11 +11,13 @@ from kvbus.planning.spans import Span, Spans, Tables
 from kvbus.planning.tiles import evenly
 
 
+# Short runs of the readers' blocks may be long ones at the holder. This is so if axes have another
+# order, or if a block has the heads of several ranks here. To the planner, the slot is a rank of
+# the holder's engine, with the holder's blocks in their order and without gaps:
+#
+#     holder's blocks ──READ, long runs──▶ slot ──copy, short runs──▶ blocks of each reader
 class StagedPlan:
-    """The plan of one holder's ``layers`` for ``shares`` that differ only in readers and heads.
-
-    One block of these must fit into ``slot_bytes``.
-    """
+    """The plan of one holder's ``layers`` for ``shares`` that differ only in readers and heads."""
 
     def __init__(
         self,
@@ -55,7 +50,6 @@ class StagedPlan:
         return self._read.num_runs({self.group: spans[self.group]})
 
     def tiles(self, span: Span, *, tile_bytes: int) -> Iterator[Span]:
-        """Yield whole blocks as about equal tiles, of ``tile_bytes`` if a block fits."""
         start, stop = span
         if start < stop:
             first, end = start // self._block_size, num_blocks_for(stop, self._block_size)
@@ -64,15 +58,11 @@ class StagedPlan:
                 yield max(start, lo * self._block_size), min(stop, hi * self._block_size)
 
     def reads(self, tables: Tables, tile: Span, *, slot_at: int) -> Runs:
-        """Return the runs from the holder's blocks to the slot at address ``slot_at``.
-
-        Raises `IndexError` if ``tables`` do not cover the positions.
-        """
+        """Raises `IndexError` if ``tables`` do not cover the positions."""
         runs = self._read.runs(tables, self._in_slot(tile), {self.group: tile})
         return runs.moved(target_bytes=slot_at)
 
     def copies(self, tables: Tables, tile: Span, *, slot_at: int) -> Runs:
-        """Return the runs from the slot to all readers; raises as `reads`."""
         runs = self._copy.runs(self._in_slot(tile), tables, {self.group: tile})
         return runs.moved(source_bytes=slot_at)
 
@@ -88,7 +78,7 @@ def staged_plans(
     *,
     slot_bytes: int,
 ) -> tuple[StagedPlan, ...]:
-    """Return plans of each share once; none if a slot cannot hold one layer's block.
+    """None if a slot cannot hold one layer's block.
 
     Shares whose heads are neighbours at one holder are read together.
     """

@@ -1,9 +1,7 @@
 """Tiles: a share, cut to the size of a staging slot or of a message of digests.
 
-Digests compare pieces. A piece is one head of one part of one layer at up to 16 positions: from a
-multiple of 16 on, cut to the tile. Its bytes are in the order ``[token, dim]``, and pieces are in
-the order ``[span, layer, part, head]``. So both sides derive the same pieces, for all layouts,
-block sizes and ranks.
+A digest is of a piece: one head of one part of one layer at up to 16 positions, from a multiple of
+16 on. Its bytes have the order ``[token, dim]``, pieces the order ``[span, layer, part, head]``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,16 +21,15 @@ LONG_BLOCK_BYTES = 128 << 10
 """A tile's bytes of one block; larger copies are hardly faster."""
 SPAN_TOKENS = 16
 MAX_PIECES = 1 << 16
-"""Per tile. Their digests take 512 KiB."""
+"""Their digests take 512 KiB."""
 
 
 def cut_into_tiles(
     share: Share, group: GroupSpec, span: tuple[int, int], *, tile_bytes: int
 ) -> tuple[Tile, ...]:
-    """Cut ``share`` at positions ``span`` into as few tiles as possible, about equal.
+    """Cut between blocks of ``group``, either side's, if one fits.
 
-    Positions are cut between blocks of ``group``, either side's, if one fits. Raises
-    `GeometryError` if one position of one layer does not fit.
+    Raises `GeometryError` if one position of one layer does not fit.
     """
     start, stop = span
     if stop <= start:
@@ -61,11 +58,7 @@ def cut_into_tiles(
 
 
 class _Way(NamedTuple):
-    """A cut of layers and span into parts; the span is cut at multiples of ``alignment``.
-
-    The minimum is best. Order: fewest tiles; then the longest blocks, up to 128 KiB; then the
-    fewest layers, as each layer may be a separate copy.
-    """
+    """The minimum is best. Order: fewest tiles; longest blocks, up to 128 KiB; fewest layers."""
 
     num_tiles: int
     is_short: bool
@@ -98,8 +91,6 @@ def evenly(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
 
 
 class Piece(NamedTuple):
-    """Positions [start, stop) of one head."""
-
     layer: int
     part: str
     head: int
@@ -114,10 +105,6 @@ def num_pieces(tile: Tile) -> int:
 def cut_for_digests(
     share: Share, span: tuple[int, int], *, most: int = MAX_PIECES
 ) -> Iterator[Tile]:
-    """Yield tiles of at most ``most`` pieces that cover ``share`` once.
-
-    They are cut between spans, and between layers if one span has too many pieces.
-    """
     start, stop = span
     per_layer = len(share.parts) * share.num_heads
     num_layers = min(len(share.layers), max(1, most // per_layer))
@@ -144,7 +131,6 @@ def chosen_tiles(tile: Tile, *, offer_id: str, one_in: int) -> Iterator[Tile]:
 
 
 def piece_of(tiles: Iterable[Tile], number: int) -> Piece:
-    """Return a piece by its number in `chosen_tiles`; raises `IndexError`."""
     for tile in tiles:
         if number < num_pieces(tile):
             layer, part, head = map(int, np.unravel_index(number, _shape(tile)))
