@@ -53,7 +53,7 @@ COMMANDS = {
         "Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
     ),
 }
-"""By command: its module, with a function of that name, and the first line of its help."""
+"""Module of each command, and the first line of its help."""
 PANELS = {
     "Run": ("demo", "keys"),
     "Inspect": ("status", "trace", "doctor", "plan"),
@@ -63,8 +63,6 @@ LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enab
 
 
 class Commands(TyperGroup):
-    """A group of commands that knows the help of each, and imports only the called one."""
-
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         found = command and _load_command(str(name))
@@ -77,7 +75,7 @@ class Commands(TyperGroup):
         return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; print errors as one line. Usage errors exit with status 2."""
+        """Print errors as one line. Usage errors exit with status 2."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -106,7 +104,6 @@ def _nothing(**_: Any) -> None: ...
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Hide the types of switches and arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", param.param_type_name == "argument"):
             param.display_type_rich = _nothing

@@ -1,11 +1,6 @@
 """Clock offset of an agent, from the times of a request and its reply (pure).
 
-    ours     sent ──────────────┬────────────── received
-                  └ question ▶  │  ▶ answer ┘
-    theirs         ──────────▶ now ◀─────────
-
-The agent read its clock between ``sent`` and ``received``. The midpoint is wrong by at most half
-the round trip, however the two ways differ.
+The midpoint of our times is wrong by at most half the round trip.
 """
 
 from collections.abc import Iterable
@@ -14,8 +9,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Times of one request: ours at sending and receipt, theirs between."""
-
     sent_s: float
     theirs_s: float
     received_s: float
@@ -34,6 +27,5 @@ class ClockOffset:
 
     @classmethod
     def of(cls, exchanges: Iterable[Exchange]) -> "ClockOffset":
-        """Use the fastest of the exchanges, at least one."""
         best = min(exchanges, key=lambda one: one.took_s)
         return cls((best.sent_s + best.received_s) / 2 - best.theirs_s, best.took_s / 2)

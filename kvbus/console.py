@@ -14,8 +14,6 @@ from kvbus.text import printable
 
 
 class _Stdout:
-    """A file for rich that writes with `write_text`."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
 
@@ -38,16 +36,12 @@ class Console(console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Escape here too, as not all output passes `render_str`."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
 
 def text_of(*parts: RenderableType) -> str:
-    """Render as the terminal would, without trailing blanks; strings are not wrapped.
-
-    For `write_text`, which handles closed pipes.
-    """
+    """Render as the terminal would, without trailing blanks; strings are not wrapped."""
     shown = Console()
     with shown.capture() as printed:
         for part in parts:

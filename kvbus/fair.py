@@ -1,16 +1,4 @@
-"""Fair queues and fair shares, where there is not enough for all (pure).
-
-A `FairQueue` serves urgent items first, owner by owner, and never starves an item:
-
-    priority 9   a: 1 2 3   b: 4      1, 4, 2, 3: the greatest priority, and there owner by owner
-    priority 0   c: 5 6     d: 7      in every 8th turn 5, 7, 6: the priority that has not had a
-                                      turn for longest, and there owner by owner as well
-
-If m priorities have waiting items, each gets at least one turn in 8 m, whatever arrives later. In
-these turns, each owner has one turn before any has a second.
-
-`Permits` bounds what does not wait: a tenant takes from the one that has most.
-"""
+"""Fair queues and fair shares (pure)."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
@@ -33,9 +21,15 @@ def _anyone(_: Hashable) -> bool:
     return True
 
 
+# A queue serves urgent items first, owner by owner, and never starves an item:
+#
+#     priority 9   a: 1 2 3   b: 4      1, 4, 2, 3: the greatest priority, and there owner by owner
+#     priority 0   c: 5 6     d: 7      in every 8th turn 5, 7, 6: the priority that has not had a
+#                                       turn for longest, and there owner by owner as well
+#
+# If m priorities have waiting items, each gets at least one turn in 8 m, whatever arrives later.
+# In these turns, each owner has one turn before any has a second.
 class FairQueue(Generic[T]):
-    """Waiting items, each once; items of one key are first in, first out."""
-
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, OrderedDict[Hashable, dict[T, None]]] = OrderedDict()
         self._num_waiting = self._num_taken = 0
@@ -44,12 +38,10 @@ class FairQueue(Generic[T]):
         return self._num_waiting
 
     def add(self, key: Key, item: T) -> None:
-        """Queue behind the key's items; a new key goes behind all keys."""
         self._waiting.setdefault(key.priority, OrderedDict()).setdefault(key.owner, {})[item] = None
         self._num_waiting += 1
 
     def discard(self, key: Key, item: T) -> None:
-        """Remove an item; raises `KeyError`."""
         owners = self._waiting[key.priority]
         del owners[key.owner][item]
         self._num_waiting -= 1
@@ -59,7 +51,7 @@ class FairQueue(Generic[T]):
             del self._waiting[key.priority]
 
     def take(self, may: Callable[[Hashable], bool] = _anyone) -> tuple[Key, T] | None:
-        """Remove and return the next item; None if no waiting owner ``may``."""
+        """None if no waiting owner ``may``."""
         is_fair = (self._num_taken + 1) % FAIR_TURN == 0
         for priority in self._waiting if is_fair else sorted(self._waiting, reverse=True):
             owner = next(filter(may, self._waiting[priority]), self)
@@ -78,10 +70,7 @@ class FairQueue(Generic[T]):
 
 
 class FairPool(FairQueue[T]):
-    """Slots 0 to ``num_slots`` - 1, and a queue for them.
-
-    ``may_have(num_held, num_free)`` decides whether an owner gets another.
-    """
+    """``may_have(num_held, num_free)`` decides whether an owner gets another slot."""
 
     def __init__(self, num_slots: int, *, may_have: Callable[[int, int], bool]) -> None:
         super().__init__()
@@ -95,7 +84,6 @@ class FairPool(FairQueue[T]):
         return len(self._owners)
 
     def acquire(self) -> tuple[T, int] | None:
-        """Assign a slot to the next item that can have one."""
         num_free = len(self._free)
         if not num_free:
             return None
@@ -106,7 +94,6 @@ class FairPool(FairQueue[T]):
         return item, self._give(key.owner)
 
     def acquire_at_once(self, owner: Hashable) -> int | None:
-        """Assign a slot if one is free and the queue is empty."""
         num_free = len(self._free)
         if self._num_waiting or not num_free:
             return None
@@ -121,7 +108,6 @@ class FairPool(FairQueue[T]):
         return slot
 
     def release(self, slot: int) -> None:
-        """Free the slot; raises `KeyError` if it was free."""
         owner = self._owners.pop(slot)
         self._num_held[owner] -= 1
         if not self._num_held[owner]:
@@ -134,10 +120,9 @@ Tenant = Hashable
 
 
 class Permits(Generic[T]):
-    """At most ``most`` things, in fair shares of the tenants.
+    """If all permits are taken, a tenant with fewer gets the newest one of the tenant with most.
 
-    One tenant alone may have all. If all are taken, a tenant with fewer things gets the newest one
-    of the tenant with most. So an equal share is never refused or lost.
+    So an equal share is never refused or lost.
     """
 
     def __init__(self, most: int) -> None:
@@ -155,10 +140,7 @@ class Permits(Generic[T]):
         return thing in self._tenant_of
 
     def enter(self, tenant: Tenant, thing: T) -> T | None:
-        """Add ``thing``; return the thing that lost its place for it.
-
-        Raises `LocalError` (``busy``) when all are taken and no tenant has at least two more.
-        """
+        """Return the thing that lost its place. Raises `LocalError` (``busy``)."""
         lost, num_own = None, len(self._things.get(tenant, ()))
         if len(self) >= self._most:
             if self._largest <= num_own + 1:

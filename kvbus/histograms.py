@@ -16,20 +16,16 @@ def quantile(samples: Iterable[float], fraction: float) -> float:
 
 
 def p99(samples: Collection[float]) -> float | None:
-    """Return the 99th percentile; None below `MIN_P99_SAMPLES`, where it is the maximum."""
+    """Return None below `MIN_P99_SAMPLES`, where it is the maximum."""
     return quantile(samples, 0.99) if len(samples) >= MIN_P99_SAMPLES else None
 
 
 def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
-    """Return the counts added between two readings."""
     return {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
 
 
 def histogram_quantile(cumulative: Mapping[float, float], fraction: float) -> float:
-    """Interpolate a quantile linearly within its bucket.
-
-    NaN without samples; the last finite bound if the quantile exceeds it.
-    """
+    """NaN without samples; the last finite bound if the quantile exceeds it."""
     bounds = sorted(cumulative)
     rank = fraction * cumulative[bounds[-1]] if bounds else 0.0
     below, below_count = 0.0, 0.0

@@ -10,13 +10,12 @@ STATUS = 130
 
 
 def end_at_once(*_: object) -> None:
-    """Exit immediately, as a signal handler: nothing is open yet."""
     os._exit(STATUS)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Wrap a whole program: exit silently at Ctrl-C, with one line for a missing package."""
+    """Exit silently at Ctrl-C, with one line for a missing package."""
     signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
@@ -31,6 +30,5 @@ def importing() -> Iterator[None]:
 
 
 def raise_at_ctrl_c() -> None:
-    """Raise `KeyboardInterrupt` at Ctrl-C, from the end of the imports on."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

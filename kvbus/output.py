@@ -17,15 +17,12 @@ def write_json(value: object) -> None:
 
 
 def json_text(value: object) -> str:
-    """Encode as JSON; escape unprintable characters."""
+    """Escape unprintable characters."""
     return printable(msgspec.json.encode(value).decode())
 
 
 def write_text(text: str) -> bool:
-    """Write to stdout; return whether that succeeded.
-
-    Escape characters outside stdout's encoding. Report errors except a closed pipe on stderr.
-    """
+    """Return whether that succeeded. Report errors except a closed pipe on stderr."""
     if sys.stdout is None:  # closed before Python started
         return False
     try:
@@ -42,7 +39,6 @@ def write_text(text: str) -> bool:
 
 
 def can_write(text: str) -> bool:
-    """Whether stdout's encoding has all characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -74,6 +70,5 @@ def complain(message: str) -> None:
 
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
-    """Print one line on stderr, and exit."""
     complain(message)
     raise SystemExit(status) from cause

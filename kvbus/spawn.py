@@ -1,13 +1,4 @@
-"""Child processes that never outlive this process; also free ports, CPU times and agent configs.
-
-    this process ──fork──▶ launcher ──exec──▶ the program
-                           1. asks the kernel for SIGKILL when its parent ends
-                           2. ends unless its parent still is who started it
-
-The kernel's setting survives the exec. Step 2 catches a parent that ended before step 1; the kernel
-handles later ends, SIGKILL included. For the kernel, the parent is a thread: its end kills its
-children, so only the main thread may start one.
-"""
+"""Child processes that never outlive this process."""
 
 import contextlib
 import json
@@ -36,7 +27,12 @@ LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
 PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _GIVEN_PORTS: set[int] = set()
 
-# Python ignores SIGPIPE and SIGXFSZ, and an exec would inherit that.
+#     this process ──fork──▶ launcher ──exec──▶ the program
+#                            1. requests SIGKILL for the end of its parent; this survives the exec
+#                            2. exits if its parent ended before step 1
+#
+# The kernel's parent is a thread, so only the main thread may start a child. Python ignores SIGPIPE
+# and SIGXFSZ, and an exec would inherit that.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -52,8 +48,6 @@ Stream = int | IO[Any] | None
 
 @dataclass(slots=True)
 class Child:
-    """A child process that ends with its ``with`` block; ``log`` receives its stderr."""
-
     name: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -71,11 +65,10 @@ class Child:
         env: Mapping[str, str] | None = None,
         own_session: bool = False,
     ) -> "Child":
-        """Start ``command``; its stderr, and by default its stdout, go to ``log``.
+        """The child's stderr, and by default its stdout, go to ``log``.
 
-        ``env`` is added to this environment, from which `KVBUS_…` is removed. ``own_session``
-        detaches the child from the terminal's Ctrl-C. Raises `ConfigError` when the program is
-        missing, or the log cannot be written.
+        ``env`` is added to this environment, without `KVBUS_…`. ``own_session`` detaches the child
+        from the terminal's Ctrl-C. Raises `ConfigError`.
         """
         if threading.current_thread() is not threading.main_thread():
             raise LocalError(
@@ -123,7 +116,6 @@ class Child:
         return sum(map(cpu_s, (self.pid, *_children(self.pid))))
 
     def lost(self, if_alive: str = "does not answer") -> PeerLost:
-        """Make an error with its exit or ``if_alive``, and the last lines of its log."""
         ending = if_alive if self.is_alive else _how_ended(self.process.returncode)
         lines = self.log_text().splitlines()[-NUM_TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (none)"
@@ -142,7 +134,6 @@ class Child:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self, within_s: float = END_TIMEOUT_S) -> int:
-        """Stop it, with SIGKILL after ``within_s``; return its exit status."""
         self.ask_to_end()
         try:
             return self.process.wait(within_s)
@@ -165,7 +156,7 @@ class Child:
         return self.process.wait()
 
     async def end_async(self, within_s: float = END_TIMEOUT_S) -> int:
-        """Run `end` without blocking the event loop, to its end even if cancelled."""
+        """Runs to its end even if cancelled."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.end, within_s)
         return self.process.wait()
@@ -183,7 +174,6 @@ def _how_ended(status: int) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads; 0 after the end."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -193,7 +183,6 @@ def cpu_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    """Running children, such as an agent's data process."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         lists = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for one in lists for child in one.read_text(encoding="ascii").split()]
@@ -201,7 +190,6 @@ def _children(pid: int) -> list[int]:
 
 
 def write_agent_config(name: str, folder: Path, **settings: str | float | list[str]) -> Path:
-    """Write the configuration of an agent for this machine; its files are in ``folder / name``."""
     values = {
         "agent_id": name,
         "peer_bind": ANY_PORT,
@@ -216,15 +204,11 @@ def write_agent_config(name: str, folder: Path, **settings: str | float | list[s
 
 
 def never_give(ports: Iterable[int]) -> None:
-    """Exclude ports that another process assigns."""
     _GIVEN_PORTS.update(ports)
 
 
 def free_port() -> int:
-    """Return a free TCP port of loopback, for a server that starts later.
-
-    It is outside the ephemeral range, and unique in this process. Raises `OSError`.
-    """
+    """Return a free TCP port of loopback outside the ephemeral range. Raises `OSError`."""
     lowest_of_clients = int(PORTS_OF_CLIENTS.read_text(encoding="ascii").split()[0])
     ports = range(LOWEST_PORT, max(lowest_of_clients, LOWEST_PORT + NUM_PORT_TRIES))
     for _ in range(NUM_PORT_TRIES):

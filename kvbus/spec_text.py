@@ -25,13 +25,10 @@ DTYPE_ALIASES = {
 
 
 class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
-    """The memory layout of a rank."""
-
     layout: Annotated[str, Meta(max_length=64)] = "NHD"
     cross_layer: bool = False
 
     def parse(self) -> KvLayout:
-        """Raise `GeometryError` for axes that a cache does not have."""
         text = self.layout.upper()
         if text not in ("NHD", "HND"):
             text = self.layout.lower().replace(".", ",")
@@ -39,8 +36,6 @@ class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EngineWords(LayoutWords, kw_only=True):
-    """The differences between engines of one model."""
-
     tp: Annotated[int, Meta(ge=1, le=1024)] = 1
     pp: Annotated[int, Meta(ge=1, le=1024)] = 1
     block: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
@@ -56,7 +51,7 @@ class ModelWords(EngineWords, kw_only=True):
     model: Annotated[str, Meta(min_length=1, max_length=256)] = "unnamed"
 
     def engine(self, engine_id: str) -> EngineSpec:
-        """Make one group of all layers; with a window, a second one of the odd layers."""
+        """With a window, a second group has the odd layers."""
         is_latent = self.attention == "mla"
         if is_latent == bool(self.kv_heads):
             raise ConfigError("kv_heads is left out with attention=mla, and needed without")
@@ -83,7 +78,6 @@ _WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
 
 
 def read_words(option: str, text: str, kind: type[W]) -> W:
-    """Parse one engine; raise `ConfigError` that begins with ``option``."""
     try:
         words = _parse_words(text, kind)
         words.parse()
@@ -93,10 +87,7 @@ def read_words(option: str, text: str, kind: type[W]) -> W:
 
 
 def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
-    """Parse `ModelWords`, or a TOML or JSON file with `LayoutWords` after its path.
-
-    The engine is named after ``option``. Raises `ConfigError` that begins with it.
-    """
+    """Parse `ModelWords`, or a TOML or JSON file with `LayoutWords` after its path."""
     try:
         first, _, more = text.partition(",")
         if "=" in first or not first:

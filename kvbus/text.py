@@ -1,4 +1,4 @@
-"""Bytes, times, rates and number lists as text, and text that is safe to print."""
+"""Text for people: numbers with units, and untrusted text that is safe to print."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,6 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Format as ``512 B``, ``64 KiB`` or ``1.5 MiB``."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -17,7 +16,6 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Format as ``9.31 GB/s``, ``850 MB/s`` or ``12 kB/s``."""
     for size, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
@@ -25,7 +23,6 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format with three digits or more, as ``13.7 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if (value := seconds * factor) >= 1:
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
@@ -50,8 +47,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 def printable(text: str) -> str:
     r"""Escape unprintable characters except newlines, as ``\u001b``.
 
-    Names are untrusted: control characters act on a terminal, and others reorder its text. In JSON
-    the escape stands for the character.
+    Control characters act on a terminal, and others reorder its text.
     """
     if text.isprintable():
         return text
@@ -66,10 +62,7 @@ def ascii_text(text: str) -> str:
 
 
 def printable_values(_logger: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a structlog event safe, before a renderer adds control characters.
-
-    `repr` escapes other values alike.
-    """
+    """Make a structlog event safe, before a renderer adds control characters."""
     return {
         key: printable(value) if isinstance(value, str) else value for key, value in event.items()
     }

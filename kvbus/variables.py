@@ -1,4 +1,4 @@
-"""Environment variables of engines and commands; those of an agent are named after its keys.
+"""Environment variables of engines and commands.
 
 An agent ignores the variables below, as it may share a shell or pod with an engine.
 """
@@ -9,8 +9,6 @@ PREFIX = "KVBUS_"
 
 
 class Variable(StrEnum):
-    """All variables except the keys of an agent."""
-
     ATTACH = "KVBUS_ATTACH"
     ENGINE_ID = "KVBUS_ENGINE_ID"
     MODEL = "KVBUS_MODEL"

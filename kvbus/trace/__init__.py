@@ -1,1 +1,1 @@
-"""The command ``kvbus trace``: one request over all agents, on one clock."""
+"""One request over all agents, on one clock."""

@@ -28,7 +28,6 @@ NUM_EXCHANGES = 16
 """Clock queries; the fastest counts."""
 BAR, MIN_BAR = "█", 16
 SPACE = 11
-"""Characters between and around the columns."""
 MOST_ALIKE = 3
 """More adjacent spans of one name share a line."""
 STYLES = {"prefill": "cyan", "decode": "green"}
@@ -36,11 +35,6 @@ STYLES = {"prefill": "cyan", "decode": "green"}
 
 @dataclass(slots=True)
 class Questions:
-    """The traces of one ``name``: of a request, an offer or a fetch.
-
-    ``traces`` and ``problems`` are by endpoint.
-    """
-
     name: str
     keys: KeyPair | None
     timeout_s: float
@@ -48,7 +42,7 @@ class Questions:
     problems: dict[str, KVBusError] = field(default_factory=dict)
 
     async def ask(self, agents: Sequence[OtherAgent]) -> None:
-        """Query ``agents`` and the agents they name; query those without spans again, by ids."""
+        """Query also agents that others name, and those without spans again, by ids."""
         by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
         agent_at = {one.endpoint: one for one in agents}
         await self._ask_all(agents, by_name)
@@ -89,7 +83,6 @@ class Questions:
             self.traces[at] = AgentTrace.of(at, answer, ClockOffset.of(exchanges))
 
     def _id(self, key: str) -> str:
-        """Return the last id of this kind; skip `UNKNOWN`, of offers that were never made."""
         spans = (span for trace in self.traces.values() for span in trace.spans)
         ids = [str(span.attributes.get(key, UNKNOWN)) for span in spans]
         return next((one for one in reversed(ids) if one != UNKNOWN), "")
@@ -207,7 +200,6 @@ class Line:
 
 
 def draw_waterfall(timeline: Timeline, *, width: int) -> Table:
-    """Draw a table ``width`` columns wide; long names fold."""
     lines = [(agent, list(_lines(agent.spans))) for agent in timeline.agents]
     labels = [line.label for _, some in lines for line in some]
     widest = max(map(len, (*labels, *map(_heading, timeline.agents))), default=0)
@@ -243,7 +235,6 @@ def _heading(agent: AgentTrace) -> str:
 
 
 def _lines(spans: Sequence[Span]) -> Iterator[Line]:
-    """Group spans of one depth; many of one name share a line."""
     for depth, run in groupby(spans, key=lambda span: span.depth):
         family, indent = list(run), "  " * depth
         names = dict.fromkeys(span.name for span in family)

@@ -1,11 +1,4 @@
-"""The spans of all agents on one clock, and where the request's time went (pure).
-
-    offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
-    fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
-    the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
-
-The fetch takes precedence over the offer, as the decode engine waits for the fetch.
-"""
+"""The spans of all agents on one clock, and where the request's time went (pure)."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +40,7 @@ UNKNOWN = "nothing that an agent knows of"
 
 @dataclass(frozen=True, slots=True)
 class AgentTrace:
-    """The answer of one agent; its ``spans`` are on our clock."""
+    """``spans`` are on our clock."""
 
     endpoint: str
     answer: Traced
@@ -65,16 +58,12 @@ class AgentTrace:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All agents with spans; ``end_s`` is now while a span is open."""
-
     agents: tuple[AgentTrace, ...]
     start_s: float
     end_s: float
 
     @classmethod
     def of(cls, agents: Iterable[AgentTrace], *, now_s: float) -> "Timeline":
-        """Sort agents by their first span; close open spans at ``now_s``."""
-
         def closed(span: Span) -> Span:
             return structs.replace(span, end_s=now_s) if span.end_s is None else span
 
@@ -90,6 +79,11 @@ class Timeline:
     def total_s(self) -> float:
         return self.end_s - self.start_s
 
+    # The fetch takes precedence over the offer, as the decode engine waits for the fetch:
+    #
+    #     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
+    #     fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
+    #     the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
     def shares(self) -> dict[str, float]:
         """Return seconds by phrase, the largest first; they add up to `total_s`."""
         intervals = [interval for one in self.agents for interval in _intervals(one.spans)]
@@ -126,7 +120,6 @@ def end_of(span: Span) -> float:
 
 
 def covered_s(spans: Sequence[Span]) -> float:
-    """Return the seconds in which at least one of ``spans`` was open."""
     covered, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda one: one.start_s):
         end_s = end_of(span)
@@ -155,7 +148,6 @@ def _intervals(spans: Sequence[Span]) -> Iterator[_Interval]:
 
 
 def failure_of(timeline: Timeline) -> str:
-    """Describe the last failed fetch: how, when, and in which stage; empty without one."""
     fetches = sorted(_fetches(timeline), key=lambda spans: spans[0].start_s)
     failed = [spans for spans in fetches if spans[0].error]
     if not failed:
