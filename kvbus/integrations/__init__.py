@@ -1,4 +1,1 @@
-"""Integrations: connectors of real engines, and routers.
-
-Integrations use only the public SDK.
-"""
+"""Connectors of real engines, and routers. Integrations use only the public SDK."""

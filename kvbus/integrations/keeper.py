@@ -1,11 +1,10 @@
-"""An agent beside an engine's process, which starts it. The agent ends with that process.
+"""An agent that an engine's process starts, and that ends with it.
 
     engine ──starts──▶ keeper ──starts──▶ agent
        └── when it ends (pidfd), the keeper drains and stops the agent
 
-A parent-death signal would fire when the thread that started the child ends, and Ray starts engines
-in threads. The keeper is not a child of the engine's process: Ray kills children when a replica
-ends, and agents must drain.
+A parent-death signal would fire when the starting thread ends, and Ray starts engines in threads.
+Ray kills a replica's children, which would not drain. So the keeper is not a child of the engine.
 """
 
 import os
@@ -42,10 +41,9 @@ class KeptAgent:
 
     @classmethod
     def start(cls, role: str, host: str, settings: Mapping[str, Any]) -> "KeptAgent":
-        """Start a prefill or decode agent that others reach at ``host``; block until it responds.
+        """Start an agent that others reach at ``host``; block until it responds.
 
-        ``settings`` override its configuration, except ``runtime_dir``. Raises `PeerLost`, with the
-        end of its log, if it does not start within `STARTS_WITHIN_S`.
+        Raises `PeerLost`, with the end of its log, after `STARTS_WITHIN_S`.
         """
         folder = Path(tempfile.mkdtemp(prefix="kvbus-"))
         chosen = {
@@ -85,10 +83,7 @@ def _start(command: list[str], log: Path) -> int:
 
 
 def keep(parent: int, role: str, config: str, log: str) -> int:
-    """Run the agent until it ends; drain and stop it if the process ``parent`` ends first.
-
-    Forks: the calling process returns 0 immediately.
-    """
+    """Fork a process that runs the agent, and drains and stops it when ``parent`` ends."""
     watched = os.pidfd_open(parent)
     if os.fork():
         return 0
@@ -109,7 +104,7 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
 
 
 def bound_log(log: Path, max_bytes: int) -> None:
-    """Truncate a longer log after copying it to `log.1`; no other process rotates it."""
+    """Truncate a log of over ``max_bytes`` after copying it to `log.1`."""
     with suppress(OSError):  # a full disk or a removed log must not end the agent
         if log.stat().st_size > max_bytes:
             shutil.copyfile(log, log.with_name("log.1"))

@@ -2,7 +2,7 @@
 
     client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 
-The proxy uses servers in turn and ignores their load: docs/routers.md names routers for production.
+The proxy uses servers in turn and ignores their load. For production, see docs/routers.md.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 class Failed(LocalError):
-    """An error with its ``answer`` to the client, which may be that of a server."""
+    """An error with its ``answer`` to the client."""
 
     def __init__(
         self, why: str, *, status: int = 502, answer: httpx.Response | None = None
@@ -59,7 +59,7 @@ class Failed(LocalError):
 
 
 class ProxiedRequest:
-    """A client's request. ``record`` has the fields of its log line; times in seconds."""
+    """A client's request. ``record`` has the fields of its log line."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.http, self.send, self.body = Request(scope, receive), send, dict[str, Any]()
@@ -80,7 +80,7 @@ class ProxiedRequest:
             raise Failed(f"the body is not a JSON object: {error}", status=400) from error
 
     def why_alone(self) -> str | None:
-        """Return why decode must compute the prompt itself: a ticket covers one sequence."""
+        """Return why decode must compute the prompt itself, as a ticket covers one sequence."""
         prompts = [self.body.get(key) for key in ("prompt", "prompt_embeds")]
         if any(isinstance(n := self.body.get(key), int) and n > 1 for key in ("n", "best_of")):
             return "several_sequences"
@@ -103,7 +103,6 @@ class ProxiedRequest:
         return {**made, "max_tokens": 1, "stream": False, PARAMS: params}
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Start the response."""
         self.is_started, self.record["status"] = True, status
         forwarded = {key: headers.get(key, "") for key in ("content-type", "retry-after")}
         servers = {f"x-kvbus-{role}": self.record.get(role) for role in ("prefill", "decode")}
@@ -112,7 +111,6 @@ class ProxiedRequest:
         await self.send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def send_chunk(self, chunk: bytes = b"") -> None:
-        """Send a part of the body; an empty chunk ends it."""
         await self.send({"type": "http.response.body", "body": chunk, "more_body": bool(chunk)})
 
     # A response that has begun gets no final chunk, so HTTP itself shows that it is incomplete.
@@ -133,8 +131,8 @@ def _num_prompts(prompt: object) -> int:
 class Proxy:
     """An ASGI application for the generating paths; ``asgi`` serves all paths.
 
-    If a prefill server fails, decode computes the prompt. A 4xx of prefill and all errors of decode
-    go to the client. If the client disconnects, the proxy closes its connections, and vLLM aborts.
+    If a prefill server fails, decode computes the prompt. The client gets a 4xx of prefill, and any
+    error of decode. If it disconnects, so does the proxy, and vLLM aborts.
     """
 
     def __init__(self, prefill: list[str], decode: list[str], *, timeout_s: float) -> None:
@@ -206,7 +204,6 @@ class Proxy:
             await self._answer(call, await self._prefilled(call))
 
     async def _prefilled(self, call: ProxiedRequest) -> Mapping[str, Any]:
-        """Return the ticket; empty if decode must compute the prompt itself."""
         try:
             ticket = await self._request_ticket(call)
         except Failed as error:
@@ -220,7 +217,6 @@ class Proxy:
         return {PARAMS: ticket} if ticket else {}
 
     async def _request_ticket(self, call: ProxiedRequest) -> dict[str, Any] | None:
-        """Return the ticket, if any."""
         async with self._stream("prefill", call, call.for_prefill()) as answer:
             await answer.aread()
         call.record["prefill_s"] = call.elapsed_s

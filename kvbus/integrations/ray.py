@@ -8,7 +8,7 @@
 decode replica ── chooses a prefill replica ──▶ its metadata: the address of its agent
                ── names the offer (rendezvous) and sends both requests together
 
-To import this module, install ``ray[serve]``, and a vLLM that Ray's LLM library supports.
+Needs ``ray[serve]``, and a vLLM that Ray's LLM library supports.
 """
 
 import secrets
@@ -52,10 +52,7 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
         return not self._signs
 
     def setup(self) -> None:
-        """Start the agent beside this replica, and wait for it.
-
-        Raises `ConfigError`, or `PeerLost` if it does not start.
-        """
+        """Start the replica's agent, and wait for it. Raises `ConfigError` or `PeerLost`."""
         config = self.kv_transfer_config
         role = AGENTS.get(config.get("kv_role"))
         if role is None:
@@ -114,10 +111,9 @@ def register() -> None:
 def build_pd_openai_app(
     pd_serving_args: Mapping[str, Any], *, agent: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build Ray's app; ``agent`` has keys of the agents' configuration.
+    """Build Ray's app; ``agent`` has configuration keys of agents, which a side's own override.
 
-    A side keeps its own ``kv_transfer_config``, and its own ``agent`` keys take precedence. Raises
-    `ConfigError` for another connector.
+    Raises `ConfigError` for another connector.
     """
     args = dict(pd_serving_args)
     for side, role in SIDES.items():

@@ -1,8 +1,6 @@
-"""SGLang's transfer backend ``kvbus``, registered by an entry point of SGLang's plug-ins.
+"""SGLang's transfer backend ``kvbus``, registered by an entry point; see docs/sglang.md.
 
-Use `--disaggregation-transfer-backend kvbus`, and set `KVBUS_ATTACH` to the attach socket of the
-server's agent: see docs/sglang.md. Each process of the server imports this module, which itself
-imports none of SGLang's code.
+Every process of the server imports this module, so it imports SGLang lazily.
 """
 
 # ruff: noqa: PLC0415 SGLang is imported only in its own processes
@@ -39,7 +37,6 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
 
 
 def _begin(original: Any, queue: Any) -> Any:
-    """Pass the pools, which the queue has, to its manager."""
     manager = original(queue)
     if queue.transfer_backend.value == BACKEND:
         manager.begin(queue)

@@ -1,4 +1,4 @@
-"""Options from the environment: SGLang has no options for external backends."""
+"""Options from the environment: SGLang has none for external backends."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from kvbus.variables import Variable
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one server. ``model`` names the model and its weights, equal on both sides."""
+    """Options of one server. ``model`` is equal on both sides."""
 
     attach: Path
     model: str = ""

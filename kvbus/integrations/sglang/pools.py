@@ -1,10 +1,10 @@
-"""Memory of one SGLang rank: its pools, moved to shared memory in place, as agents know them.
+"""Pools of one SGLang rank, moved to shared memory in place.
 
     pool of layers     ──▶ group "full"
     pool of windows    ──▶ group "window", of a model that has both kinds of layers
     rows of metadata   ──▶ group "metadata", a state: the first token, and its details
 
-Any other kind of pool is refused by name before the first request.
+Other pools are refused before the first request.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,10 +49,7 @@ class Pools:
 
 
 def pools_of(queue: Any) -> Pools:
-    """Return the pools of a queue of SGLang's scheduler.
-
-    Raises `ConfigError` that names what kvbus does not hand over.
-    """
+    """Return the pools of a scheduler's queue; raise `ConfigError` for unsupported ones."""
     pools = _pools_by_group(queue.token_to_kv_pool)
     _refuse(queue, pools)
     groups: list[GroupSpec] = []
@@ -78,7 +75,7 @@ def pools_of(queue: Any) -> Pools:
 
 
 def leads() -> bool:
-    """Return whether this process offers, or fetches, for all ranks.
+    """Return whether this rank offers, or fetches, for all.
 
     The first rank of the last pipeline stage does: it computes last, and has the first token.
     """
@@ -120,7 +117,6 @@ def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
 
 
 def _pool_problems(pools: Iterable[Any]) -> dict[str, bool]:
-    """Check pools of known kinds. A quantised one may have scales beside its KV."""
     problems: dict[str, bool] = {}
     for pool in pools:
         quant = getattr(pool, "quant_method", None)
@@ -163,7 +159,7 @@ def _group(
 
 
 def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the tensors [slot, head, dim] of a pool, by layer and part."""
+    """Return tensors [slot, head, dim] by layer and part."""
     if isinstance(pool, MLATokenToKVPool):
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         parts = {KvPart.LATENT: pool.kv_buffer}

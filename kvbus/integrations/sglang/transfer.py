@@ -1,11 +1,10 @@
-"""SGLang's senders and receivers: a request's room names its offer, which the other side awaits.
+"""SGLang's senders and receivers: a request's room names its offer, which decode awaits.
 
     prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
               poll ◀─ released                           ended, freed ─▶ poll
 
-One rank of each side offers or fetches for all: the first rank of the last pipeline stage. SGLang
-takes the lowest state of all ranks, and this stage computes last. A request never reports failure
-while an agent may still read or write its pages.
+One rank of each side acts for all; SGLang takes the lowest state of all ranks. A request never
+reports failure while an agent may still access its pages.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ from kvbus.protocol.engine import AgentRole, Outcome
 logger = logging.getLogger("sglang.kvbus")
 
 PLACE = "/kvbus"
-"""Path of a bootstrap server that names the agent beside its prefill server."""
+"""Path of a bootstrap server that returns its `AgentPlace`."""
 ELSEWHERE = "kvbus"
 """``bootstrap_host`` of a request that another engine than SGLang has prefilled."""
 PARAMS_KEY = "kvbus"
-"""Key in ``custom_params`` of such a request, see `TicketAndToken`."""
 PLACE_TIMEOUT_S = 5.0
 RETRY_PLACE_AFTER_S = 1.0
 MAX_PLACES = 4096
@@ -54,10 +52,7 @@ MAX_NOTED = 65_536
 
 
 class TicketAndToken(msgspec.Struct, frozen=True):
-    """The router's data of a prefill by another engine than SGLang.
-
-    ``first_logprob`` is required if the client requests log probabilities.
-    """
+    """A router's data of a prefill by another engine than SGLang."""
 
     ticket: dict[str, Any]
     first_token: int
@@ -68,8 +63,7 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 class RequestFacts:
     """Facts about a request that SGLang does not pass to senders and receivers.
 
-    ``given`` is the raw value in ``custom_params``. ``untold`` names options that need more of the
-    first token than `TicketAndToken` has.
+    ``untold`` names options that need more of the first token than `TicketAndToken` has.
     """
 
     num_tokens: int
@@ -80,8 +74,6 @@ class RequestFacts:
 
 
 class AgentPlace(msgspec.Struct):
-    """Peer endpoint of the agent beside a server; ``http_port`` is that of the server's API."""
-
     endpoint: str
     server_key: str = ""
     http_port: int | None = None
@@ -106,7 +98,7 @@ class PlaceRequest:
         return bool(self._error) and monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
 
     def place(self) -> AgentPlace | None:
-        """Return the answer, or None while there is none. Never blocks; raises `KVBusError`."""
+        """Return None before the answer; raise `KVBusError` if the request failed."""
         if self._error:
             raise KVBusError(
                 f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
@@ -140,7 +132,7 @@ def note_request(manager: Manager, request: Any) -> None:
 
 
 def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
-    """Return the pages of a window; all other states are refused at startup."""
+    """Return the pages of a window, the only state that startup accepts."""
     return {pools.WINDOW: state_indices[0].tolist()} if state_indices else {}
 
 
@@ -155,13 +147,11 @@ def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
 
 
 def name_of(room: int) -> str:
-    """Name the offer of a room, which has 63 bits that a router draws at random."""
+    """Name the offer of a room, which has 63 random bits."""
     return f"sglang-room-{room:016x}"
 
 
 class Manager(CommonKVManager):
-    """The link of one rank. The rank that ``leads`` offers, or fetches, for all."""
-
     leads = False
     is_decode = False
     window: int | None = None
@@ -169,10 +159,7 @@ class Manager(CommonKVManager):
     scheduler: Any
 
     def begin(self, queue: Any) -> None:
-        """Share the pools of ``queue``, and attach without waiting for the agent.
-
-        Raises `ConfigError` for pools or options that kvbus does not support.
-        """
+        """Share the pools, and attach without waiting for the agent. Raises `ConfigError`."""
         options, rank_pools = Options.of_environment(), pools.pools_of(queue)
         role = AgentRole(self.disaggregation_mode.value)
         engine = rank_pools.engine(
@@ -198,7 +185,7 @@ class Manager(CommonKVManager):
         ).start()
 
     def lora_name(self, lora_id: str | None) -> str:
-        """Return the adapter's name; its id differs between servers."""
+        """Return the adapter's name: its id differs between servers."""
         return (self.scheduler.kv_event_lora_names.resolve(lora_id) or lora_id) if lora_id else ""
 
     def request_place(self, bootstrap_addr: str) -> PlaceRequest:
@@ -220,9 +207,9 @@ class Manager(CommonKVManager):
         return place
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return True: the agents compare the engines, so SGLang need not.
+        """Return True: the agents compare the engines.
 
-        Requests the agent's place early: SGLang allocates pages later.
+        Requests the agent's place early, as SGLang allocates pages later.
         """
         table = self.prefill_info_table
         if bootstrap_addr not in table:
@@ -268,10 +255,10 @@ class BootstrapServer(CommonKVBootstrapServer):
 
 
 class Sender(CommonKVSender):
-    """One prefilled request: an offer that grows with each chunk.
+    """An offer that grows with each chunk of a request.
 
-    A request that is aborted before `init` makes its offer and withdraws it, to notify a decode
-    side that waits for the room.
+    A request that is aborted before `init` makes its offer and withdraws it, to notify the decode
+    side.
     """
 
     kv_mgr: Manager
@@ -371,7 +358,6 @@ class Sender(CommonKVSender):
         return KVPoll.Failed if self._is_given_up else self.poll()
 
     def _final_state(self) -> Any:
-        """Return None before the end. Ranks that do not lead wait for nothing."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._is_sealed else None
         if self._offer is None or not self._offer.ended.done():

@@ -1,6 +1,6 @@
 """vLLM's connector to kvbus, for ``kv_connector_module_path`` of ``--kv-transfer-config``.
 
-It needs vLLM 0.32 or later: the connector base class, and the internals in `INSIDE_VLLM`.
+Needs vLLM 0.32 or later.
 """
 
 from contextlib import suppress
@@ -66,16 +66,16 @@ INSIDE_VLLM = {
         "sampling_params status structured_output_request trace_headers"
     ),
 }
-"""Attributes and methods of vLLM, by class, that the connector uses beyond the base class.
+"""Attributes and methods of vLLM that the connector uses beyond the base class.
 
-vLLM guarantees none of them. The contract test checks each against the pinned versions.
+vLLM guarantees none of them. The contract test checks each.
 """
 
 
 def register() -> None:
-    """Register the connector in this process. vLLM calls this as a plugin. Idempotent.
+    """Register the connector, as vLLM's plugin. Idempotent.
 
-    `MultiConnector` finds the statistics of its children by this name alone.
+    `MultiConnector` finds the statistics of its children by this name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
@@ -86,7 +86,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Import the connector on first use, so that the package imports without vLLM."""
+    """Import the connector on first use: the package imports without vLLM."""
     if name != "KvbusConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

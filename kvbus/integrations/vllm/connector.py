@@ -1,7 +1,6 @@
 """vLLM's KV connector for kvbus, and its half in each worker.
 
-The connector does nothing in a forward pass. Loads begin when vLLM allocates blocks, and vLLM
-schedules a request after its load. Agents access the KV cache in place.
+Forward passes run no code of it: vLLM schedules a request after its load.
 """
 
 import logging
@@ -47,8 +46,6 @@ logger = logging.getLogger("vllm.kvbus")
 
 
 class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
-    """vLLM connector through the agents at ``endpoint``; see docs/vllm.md."""
-
     def __init__(
         self,
         vllm_config: "VllmConfig",
@@ -83,7 +80,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Share the KV cache; wait up to ``attach_timeout_s`` for agents, then continue without.
 
-        Raises `GeometryError` if kvbus cannot serve the cache, `SegmentError` if memory is short.
+        Raises `GeometryError` or `SegmentError`.
         """
         self._rank = get_pp_group().rank_in_group * self._engine.tp_size
         self._rank += get_tp_group().rank_in_group
@@ -114,10 +111,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the results that the scheduler's side sent.
-
-        Each rank reports them: a child of `MultiConnector` cannot name fewer.
-        """
+        """Return the scheduler side's results on every rank: `MultiConnector` needs all."""
         results = self._results
         return KVConnectorTransferResults(
             finished_recving=set(results.received), failed_recving=set(results.failed)

@@ -1,7 +1,6 @@
-"""Description of an engine from vLLM's configuration alone, or the reason for refusing it.
+"""Description of an engine from vLLM's configuration alone, as the scheduler has no tensors.
 
-The scheduler's process has no tensors, but must register the same spec as the workers. ``field`` of
-each `GeometryError` names the refused setting or kind of cache.
+``field`` of each `GeometryError` names the refused setting or kind of cache.
 """
 
 from typing import Any
@@ -26,10 +25,10 @@ SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 def describe_engine(
     vllm_config: Any, kv_cache_config: Any, *, engine_id: str, model: str | None = None
 ) -> EngineSpec:
-    """Return the spec that every process of this vLLM registers, and that its reader must match.
+    """Return the spec that every process of this vLLM registers, or raise `GeometryError`.
 
-    ``model`` overrides `model_name`. Group i is transfer group i of ``kv_cache_config``, and item i
-    of its `select_transfer_block_ids`. Raises `GeometryError`.
+    Group i is transfer group i of ``kv_cache_config``, and item i of its
+    `select_transfer_block_ids`.
     """
     _refuse_settings(vllm_config, kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -51,7 +50,7 @@ def describe_engine(
 def model_name(model_config: Any) -> str:
     """Return the name that both sides must share: weights, revision, quantisation.
 
-    For a model in a folder, it contains the path. If paths differ, set the option ``model_id``.
+    If the paths of a model's folder differ, set the option ``model_id``.
     """
     name = f"{model_config.model}@{model_config.revision or 'main'}"
     return f"{name}+{model_config.quantization}" if model_config.quantization else name
@@ -74,7 +73,7 @@ def cache_of(group: Any) -> Any:
 
 
 def layer_number(name: str) -> int:
-    """Return a layer's number in the whole model, from the name of its attention."""
+    """Return a layer's number in the whole model."""
     try:
         return int(extract_layer_index(name))
     except (AssertionError, ValueError) as error:
@@ -158,7 +157,7 @@ def _refuse_group(group: Any) -> None:
 
 
 def _group_names(groups: Any) -> list[str]:
-    """Return equal names for equal groups of two vLLMs: "full", "latent", or "window-4096".
+    """Return names that are equal in two vLLMs, such as "full" or "window-4096".
 
     Several groups of a kind are numbered by their first layers.
     """
@@ -200,7 +199,7 @@ def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
 
 
 def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    """Return the layers of all pipeline stages; a process has only the names of its stage."""
+    """Return the layers of all pipeline stages; a process knows only its stage's."""
     numbers = tuple(sorted(map(layer_number, group.layer_names)))
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return numbers
@@ -212,10 +211,7 @@ def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
 
 
 def _num_kv_heads(cache: Any, vllm_config: Any) -> int:
-    """Return the KV heads of all ranks, each counted once.
-
-    If a rank has several heads, they are its own. A single head may be a replica.
-    """
+    """Count the KV heads of all ranks once. A rank's single head may be a replica."""
     tp_size: int = vllm_config.parallel_config.tensor_parallel_size
     on_each_rank: int = cache.num_kv_heads
     if on_each_rank > 1 or tp_size == 1:

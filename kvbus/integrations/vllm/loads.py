@@ -1,7 +1,6 @@
 """Loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
 
-A load is over once nothing can write into its blocks. Runs in the scheduler's thread, and never
-blocks.
+A load is over once nothing can write into its blocks. Never blocks.
 """
 
 import logging
@@ -50,10 +49,8 @@ class OtherImagesError(ProtocolError):
 class Load:
     """A load of the first ``num_tokens`` tokens of a prompt.
 
-    If ``handoff`` is None, the params were refused, for ``problem``; the load then fails like
-    others. With ``lacks_images``, vLLM must not compute the prompt. A greater ``priority`` is more
-    urgent. Fewer than ``min_tokens`` are not loaded. ``seen_at`` is the `time.monotonic` time of
-    arrival. ``partial`` blocks may have a gap at their beginning, in front of a window.
+    Without ``handoff``, the params were refused, for ``problem``, and the load fails. ``partial``
+    blocks may have a gap at their beginning, in front of a window.
     """
 
     request_id: str
@@ -112,8 +109,8 @@ class Loads:
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Note a decode request with remote KV.
 
-        Refuses a request without the images of its ticket. vLLM would compute the placeholders as
-        plain tokens, and answer fluently and wrongly.
+        Refuses a request that lacks its ticket's images: vLLM would compute the placeholders as
+        text.
         """
         self._expect(request, params)
         load = self._expected.get(request.request_id)
@@ -124,7 +121,7 @@ class Loads:
     def refusal(self, request_id: str, *, takes_images: bool) -> str:
         """Return the reason to end the request with an error, or an empty string.
 
-        In a rendezvous, a digest mismatch does not show its cause, which may be a missing image.
+        In a rendezvous, a digest mismatch may be a missing image.
         """
         mismatch = self._mismatches.get(request_id, "") if takes_images else ""
         return self._refused.get(request_id, mismatch)
@@ -132,9 +129,8 @@ class Loads:
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Note a prefill request of a conversation that has KV in a decode engine.
 
-        Fewer than ``kv_recompute_threshold`` tokens are not loaded, as computing is as fast. With
-        windows, a load must leave a token to compute. Otherwise vLLM would compute the last token
-        again, which needs a token that the window has dropped.
+        With windows, a load must leave a token to compute: vLLM would compute the last one again,
+        which needs a token that the window has dropped.
         """
         if not self._options.bidirectional_kv_xfer:
             logger.info(
@@ -154,7 +150,7 @@ class Loads:
     def matched(self, request_id: str, num_computed_tokens: int) -> int | None:
         """Return the number of tokens to load after ``num_computed_tokens``.
 
-        Returns None while another request loads with the same ticket, and 0 afterwards.
+        None while another request loads with the same ticket, 0 afterwards.
         """
         load = self._expected.get(request_id)
         if load is None:
@@ -196,7 +192,7 @@ class Loads:
             self._partial[request_id] = load
 
     def partial_blocks(self, request_id: str | None = None) -> set[int]:
-        """Return blocks that may have a gap at their beginning, of one request or of all."""
+        """Return the partial blocks of one request, or of all."""
         if request_id is not None:
             load = self._partial.get(request_id)
             return load.partial if load is not None else set()
@@ -243,8 +239,7 @@ class Loads:
         return loaded
 
     def take_failed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return and clear the requests with a failed load, and those with a failed load that is
-        over.
+        """Return and clear the requests with failed loads, and with failed loads that are over.
 
         Report a failure before its end: afterwards vLLM counts the blocks as loaded.
         """
@@ -278,7 +273,7 @@ class Loads:
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
         """Return the router's handoff. A rendezvous covers the whole prompt.
 
-        A request that vLLM has refused has no prompt to check.
+        A request that vLLM has refused has no prompt.
         """
         if RENDEZVOUS not in params:
             handoff = read_params(params)

@@ -1,8 +1,7 @@
-"""Offers of a prefill engine: reserved while a request is computed, and published at its end.
+"""Offers of a prefill engine: reserved while a request is computed, published at its end.
 
 The ticket is requested when a request is first scheduled, so that it arrives before the last token.
-An offer with a router's name grows with each step, because its reader does not wait for the ticket.
-Runs in the scheduler's thread, except `_note_agent`.
+A named offer grows with each step, as its reader needs no ticket.
 """
 
 import logging
@@ -29,24 +28,24 @@ logger = logging.getLogger("vllm.kvbus")
 NULL_BLOCK = 0
 """vLLM's placeholder, without KV, for blocks that a window has left behind."""
 TICKET_WITHIN_S = 1.0
-"""Limit of the wait for a ticket at the end of a request, unless the agent is known to hang."""
+"""Wait for a ticket at the end of a request, unless the agent is known to hang."""
 AGENT_WITHIN_S = 10.0
-"""Limit of all waits for the successor of a lost agent. A restart takes 2 or 3 s."""
+"""Wait for a lost agent's successor. A restart takes 2 or 3 s."""
 STEPS_ON_S = 1.0
 """Time that vLLM keeps stepping after an offer; most offers are read by then.
 
-Blocks released later are freed at the next request, as nothing wakes vLLM.
+Later blocks are freed at the next request, as nothing wakes vLLM.
 """
 
 LIVES_KEPT = 8
 """Recent offers that predict how long the next ones take."""
 
 BlockIds = Sequence[Sequence[int]]
-"""Block ids by group, in order of position, from the request's first block."""
+"""Block ids by group, from the request's first block."""
 
 
 class Tables(NamedTuple):
-    """Block ids by group, and the block of the request at which each table starts.
+    """Block ids by group, and the number of each table's first block in the request.
 
     ``partial`` has the first blocks of windows that begin inside them.
     """
@@ -57,10 +56,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, stop_token: int) -> Tables:
-    """Return the blocks of tokens [first_token, stop_token).
-
-    Raises `GeometryError` if vLLM lacks one of these blocks.
-    """
+    """Return the blocks of [first_token, stop_token); raise `GeometryError` if one is missing."""
     tables = Tables({}, {}, set())
     for group, ids in zip(engine.groups, block_ids, strict=True):
         start, stop = group.positions(first_token, stop_token)
@@ -90,9 +86,7 @@ class RequestOffer:
     """A request that offers its KV: without blocks during computation, then published.
 
     ``planned`` pairs steps with the prompt tokens computed by their end. ``told`` counts the
-    offer's blocks by group; ``held`` blocks are kept for readers. ``is_unwanted``: the reader gave
-    up or computes the tokens, or a newer offer replaced this one. ``published_s`` is a
-    `time.monotonic` time.
+    offer's blocks by group.
     """
 
     request: "Request"
@@ -231,11 +225,9 @@ class RequestOffers:
     def publish(
         self, request_id: str, block_ids: BlockIds, num_tokens: int
     ) -> dict[str, Any] | None:
-        """Return the ticket of ``block_ids``, which are readable from now on.
+        """Return the ticket of ``block_ids``, held for readers from now on.
 
-        The blocks are held for readers beyond the end of the request. Waits for the ticket, see
-        `TICKET_WITHIN_S` and `AGENT_WITHIN_S`. Returns None, and logs why, if no agent offers the
-        blocks.
+        Blocks until the ticket arrives. Returns None, and logs why, if no agent offers the blocks.
         """
         reserved = self._reserved.get(request_id)
         if reserved is None:
@@ -286,10 +278,7 @@ class RequestOffers:
 
     @property
     def need_steps(self) -> bool:
-        """Whether vLLM must keep stepping, though it has nothing to compute.
-
-        Readers of a prompt come soon; readers of an answer do not.
-        """
+        """Whether vLLM must keep stepping without work: readers of prompts come soon."""
         if all(one.is_answer for one in self._published.values()):
             return False
         return self._drains or time.monotonic() - self._last_s < STEPS_ON_S
@@ -320,7 +309,7 @@ class RequestOffers:
             self._last_s = published.published_s
 
     def _made(self, reserved: RequestOffer) -> Offer:
-        """Return the offer once it has a ticket, which has usually arrived; otherwise raise.
+        """Wait for the offer's ticket, which has usually arrived.
 
         If the agent hangs, waits only once. If it is lost, waits for its successor.
         """

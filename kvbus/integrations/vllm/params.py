@@ -1,7 +1,6 @@
 """Options of a user, ``kv_transfer_params`` of a router, and request ids.
 
-Routers read two keys of the params, and pass on the rest unchanged. The connector's processes
-exchange ids and step numbers, by pickle:
+The connector's processes exchange ids and step numbers, by pickle:
 
 scheduler: build_connector_meta ──StepResults──▶ worker: get_transfer_results
 scheduler: update_connector_output ◀──StepDone── worker: build_connector_worker_meta
@@ -57,7 +56,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:
-        """Attach socket and required role of each agent; the first offers, the last loads."""
+        """Socket and required role of each agent; the first offers, the last loads."""
         if isinstance(self.endpoint, str):
             return ((_path(self.endpoint), None),)
         return (
@@ -67,7 +66,6 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> ConnectorOptions:
-    """Validate ``extra_config``; raise `ConfigError` that names the key."""
     try:
         options = msgspec.convert(dict(extra_config), ConnectorOptions)
     except msgspec.ValidationError as error:
@@ -106,11 +104,9 @@ def _path(endpoint: str) -> Path:
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
-    """A ticket, and the tokens that it hands off.
+    """A ticket, and the first tokens of a prompt, which its digests cover.
 
-    ``prompt_digest`` and ``images`` cover the first ``remote_num_tokens`` tokens, see `digest_of`
-    and `images_of`. Unless ``whole_blocks``, the first block of a window has a gap at its beginning
-    on the other engine, too.
+    Unless ``whole_blocks``, the first block of a window has a gap at its beginning.
     """
 
     ticket: dict[str, Any]
@@ -149,9 +145,9 @@ def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
 
 
 def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
-    """Return the trace from the HTTP headers, or from the router; empty for none.
+    """Return the trace of the HTTP headers, or of the router; empty for none.
 
-    vLLM keeps headers only if it exports spans itself (``--otlp-traces-endpoint``).
+    vLLM keeps headers only with ``--otlp-traces-endpoint``.
     """
     return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
 
@@ -176,9 +172,9 @@ _LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 
 
 def is_of_later_prompt(request_id: str) -> bool:
-    """Return whether the request is for a prompt of a completion after the first.
+    """Return whether the request is for a later prompt of a completion.
 
-    vLLM's response has the `kv_transfer_params` of the first prompt only.
+    vLLM responds with the `kv_transfer_params` of the first prompt only.
     """
     return _LATER_PROMPT.fullmatch(request_id) is not None
 
@@ -188,20 +184,19 @@ def is_later_sequence(request_id: str) -> bool:
 
 
 def prompt_of_sequence(request_id: str) -> str | None:
-    """Return the id of the prompt; None if it has only one sequence."""
     match = _SEQUENCE.fullmatch(request_id)
     return match["prompt"] if match is not None else None
 
 
 def has_tokens(request: "Request") -> bool:
-    """Return whether the prompt has no embeddings, which no digest covers."""
+    """Return False for embeddings, which no digest covers."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def digest_of(request: "Request", num_tokens: int) -> str:
     """Hash the first tokens (prompt, then answer), their LoRA and their images.
 
-    Slow for long prompts, and vLLM's scheduler waits: call once per request.
+    Slow for long prompts, and the scheduler waits: call once per request.
     """
     lora = request.lora_request
     conditions = [lora.lora_name if lora is not None else ""]
@@ -235,8 +230,6 @@ NOTHING = StepResults()
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker's report that it has computed ``step`` and all before it."""
-
     step: int
 
     def aggregate(self, other: "StepDone") -> "StepDone":
@@ -244,10 +237,7 @@ class StepDone:
 
 
 class WorkerPlaces(NamedTuple):
-    """Agents that map a worker's memory, in the order of the options.
-
-    An ``endpoint`` is empty until an agent attaches.
-    """
+    """Agents that map a worker's memory, in the options' order; ``endpoint`` may still be empty."""
 
     places: tuple[AgentRanks, ...]
 

@@ -56,11 +56,7 @@ CLOSE_WITHIN_S = 3.0
 
 
 class SchedulerSide:
-    """Methods that vLLM's scheduler calls, by vLLM's names.
-
-    Only the end of an offered request blocks, see `RequestOffers.publish`. With ``drains``, vLLM's
-    shutdown waits for the readers of its offers.
-    """
+    """Methods that vLLM's scheduler calls. Only `RequestOffers.publish` blocks."""
 
     def __init__(
         self,
@@ -105,7 +101,6 @@ class SchedulerSide:
     # For a request
 
     def on_new_request(self, request: "Request") -> None:
-        """Free the blocks of ended offers, then note whether the request loads or offers."""
         self._poll_links()
         params = request.kv_transfer_params or {}
         asks_to_offer = bool(params.get(ASKS_TO_OFFER))
@@ -154,10 +149,7 @@ class SchedulerSide:
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the KV; return whether vLLM keeps the blocks, and the params.
-
-        vLLM keeps none: `RequestOffers` holds them.
-        """
+        """Return False (`RequestOffers` holds the blocks, not vLLM), and the params."""
         ids: BlockIds = self._caches.select_transfer_block_ids(block_ids)
         partial_blocks = self._loads.partial_blocks(request.request_id)
         whole_blocks = not any(partial_blocks.intersection(each) for each in ids)
@@ -200,7 +192,7 @@ class SchedulerSide:
             self._offers.grow(done.step, lambda request_id: select(blocks_of(request_id)))
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether vLLM shall wait for blocks, and preempt no running request.
+        """Return whether vLLM shall wait for blocks instead of preempting.
 
         Also True if blocks were freed just now: the next step finds them.
         """
@@ -229,7 +221,7 @@ class SchedulerSide:
     #
     # A whole block with the same hash stays.
     def _evict_partial(self) -> bool:
-        """Evict partial blocks from vLLM's prefix cache; return whether it had any."""
+        """Evict partial blocks from the prefix cache; return whether it had any."""
         pool = self._manager.block_pool
         partial_ids = self._loads.partial_blocks()
         cached = {
@@ -247,8 +239,8 @@ class SchedulerSide:
     def _is_for_decode(self, request: "Request") -> bool:
         """Return whether a decode engine can use the KV of the request.
 
-        For log probabilities of the prompt, vLLM computes the whole prompt. Prefill must then
-        compute the last token, too, which makes KV with windows useless.
+        For log probabilities of the prompt, prefill computes the last token, too. With windows,
+        that makes the KV useless.
         """
         skips = self._has_windows and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
@@ -267,7 +259,7 @@ class SchedulerSide:
         """Request a ticket. An offer with a router's name is readable during computation.
 
         With windows it is not, as they leave blocks behind. Only the first of several sequences has
-        the name; its reader needs no other ticket.
+        the name.
         """
         try:
             asked = read_offer_params(params)
@@ -307,7 +299,7 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         """Return the params of the next turn's prefill request; a stream has no place for them.
 
-        The last token is not computed, though a step that was scheduled ahead may be about to.
+        A step that was scheduled ahead may be about to compute the last token, so it is left out.
         """
         sampling = request.sampling_params
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -347,11 +339,9 @@ def _end_with_error(request: "Request", reason: str) -> None:
 
 
 def _leave_last_token(request: "Request") -> None:
-    """Make prefill compute all but the last token of the prompt.
+    """Make prefill compute all but the last token, which decode computes anyway.
 
-    Decode computes that one in any case, for its logits. With a sliding window, it needs an earlier
-    token. If this is the last of its block, vLLM frees the block once prefill computes the last
-    token.
+    With a window, decode needs an earlier token. Computing the last one may free its block.
     """
     if request.num_prompt_tokens > 1:
         del request.prompt_token_ids[-1]

@@ -38,8 +38,7 @@ Reading = float | str | tuple[str, str, float]
 class Metric(NamedTuple):
     """``vllm:kvbus_{key}``; a histogram if it has ``buckets``.
 
-    Series of ``known`` labels exist from the start. A rate misses the first event of a counter that
-    appears with it.
+    Series of ``known`` labels exist from the start, as a rate would miss their first event.
     """
 
     key: str
@@ -86,7 +85,6 @@ class KvbusStats(KVConnectorStats):
         self.data[key].append(reading)
 
     def add_load(self, notice: Fetched, *, given_up: bool = False) -> None:
-        """Record the end of a load, as cancelled if vLLM had ``given_up`` its request."""
         outcome = Outcome.CANCELLED if given_up else notice.outcome
         self.add(LOADS, outcome.value)
         if outcome is Outcome.COMPLETED:

@@ -1,9 +1,8 @@
 """Worker memory: measures where each layer puts K and V in the KV cache, and shares the cache.
 
-A layer writes marks into scratch blocks of the same shape and strides, so its own cache stays
-untouched. Layouts that strides cannot describe (tiles, packed or quantised numbers) are refused.
-
-Shapes: cache [block, ...] as vLLM allocates it; rows [token, head, dim].
+A layer writes marks into scratch blocks of the same strides, so its own cache stays untouched.
+Layouts that strides cannot describe are refused. Shapes: cache [block, ...]; rows [token, head,
+dim].
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ MAX_SCRATCH_BYTES = 1 << 30
 
 Rows = Mapping[str, torch.Tensor]
 Layout = tuple[int, list[int]]
-"""Offset of a part's first element in a cache, and the stride of each axis, in elements."""
+"""Offset of a part's first element, and the stride of each axis, in elements."""
 
 
 def share_rank(
@@ -33,9 +32,9 @@ def share_rank(
 ) -> RankMemory:
     """Describe ``kv_caches``, as `register_kv_caches` receives them, and share their memory.
 
-    Layers that use another layer's cache are in no group. On a CPU, the tensors move to new
-    addresses, in place. They need twice their memory during the move, and no request runs
-    meanwhile. Raises `GeometryError` before anything moves, or `SegmentError` if memory is short.
+    Layers that use another's cache are in no group. On a CPU, the tensors move, in place, and need
+    twice their memory meanwhile; no request may run. Raises `GeometryError` before the move, or
+    `SegmentError`.
     """
     modules = vllm_config.compilation_config.static_forward_context
     views: dict[tuple[int, str], torch.Tensor] = {}
@@ -67,7 +66,7 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
 
 
 class LayerProbe:
-    """One layer, with scratch blocks like those of its ``cache`` to write into.
+    """One layer, and scratch blocks like those of its ``cache``.
 
     ``dtype`` is that of the model's rows, ``num_heads`` counts this rank's heads.
     """
@@ -90,10 +89,7 @@ class LayerProbe:
 
     @torch.no_grad()
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each part of the cache as [block, token, head, dim].
-
-        Raises `GeometryError` if no strides describe how the layer writes.
-        """
+        """Return each part of the cache as [block, token, head, dim]."""
         layouts = {part: self._measure(part) for part in self._group.parts}
         self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
@@ -109,7 +105,7 @@ class LayerProbe:
         return start, strides
 
     def _check(self, layouts: Mapping[str, Layout]) -> None:
-        """Raise `GeometryError` unless ``layouts`` account for every element that is written."""
+        """Raise `GeometryError` unless ``layouts`` account for every written element."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
         slots = torch.randperm(num_slots, generator=_generator(len(rows)))
@@ -155,7 +151,7 @@ class LayerProbe:
             raise self._refusal(f"{type(impl).__name__} does not write it: {error}") from error
 
     def _write_latent(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows of MLA: the compressed KV, followed by the rotated part of K."""
+        """Write rows of MLA: the compressed KV, then the rotated part of K."""
         rank = self._layer.kv_lora_rank
         self._layer.impl.do_kv_cache_update(
             rows[:, 0, :rank].contiguous(),
@@ -198,5 +194,5 @@ class LayerProbe:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """Return a separate generator, to leave vLLM's random numbers unchanged."""
+    """Return a separate generator: vLLM's random numbers stay unchanged."""
     return torch.Generator().manual_seed(seed)
