@@ -4,5 +4,5 @@
        │                                     ▲   │
        └──── attach, engine socket ──────────┘   └─ each message, checked
 
-It uses no code of agents or of the SDK, because it would not detect a shared mistake.
+It uses no code of agents or the SDK, which would hide a shared mistake.
 """

@@ -1,7 +1,7 @@
 """Played agent: its two sockets, its default answers, its notices.
 
 One thread without an event loop: everything runs inside `until`. It parses bytes itself, to check
-the documented protocol rather than kvbus's reading of it.
+the documented protocol.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ from kvbus.protocol.message import REQUESTS, Message, Socket, error_body, from_b
 TICK_MS = 50
 BACKLOG = 64
 LOWEST_FIRST_ID, END_OF_FIRST_IDS = 1_000, 2**53
-"""Limits of a session's first request id: a random one is too low once in 9e12 sessions."""
+"""A random first id is too low once in 9e12 sessions."""
 MAX_BOOT_CHARS = 64
 WANTED_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
@@ -60,8 +60,7 @@ def refusal(code: str, message: str, **detail: str | int | float) -> Answer:
 class PlayedAgent:
     """Agent with one role, and sockets in ``folder``.
 
-    ``answering`` has a handler for each operation; None as its answer means later. Scenes answer
-    the operations in ``held``.
+    In ``answering``, None as an answer means later. Scenes answer the operations in ``held``.
     """
 
     def __init__(self, folder: Path, engine: EngineCommand, role: AgentRole, book: Book) -> None:
@@ -139,7 +138,6 @@ class PlayedAgent:
 
     @property
     def cells(self) -> memoryview | None:
-        """Page of cells as 64-bit integers."""
         return next((one.cells for one in self.sessions if one.cells is not None), None)
 
     @property
@@ -170,7 +168,6 @@ class PlayedAgent:
 
     @contextmanager
     def holding(self, op: str) -> Iterator[None]:
-        """Leave requests of this operation to the caller."""
         self.held.add(op)
         try:
             yield
@@ -201,7 +198,6 @@ class PlayedAgent:
                 self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 
     def asked(self, op: str, since: int = 0) -> list[EngineRequest]:
-        """Return the requests of ``op`` after the first ``since`` of the log."""
         return [asked for asked in self.log[since:] if asked.op == op]
 
     def _reply(self, identity: bytes, request_id: int, answer: Answer) -> None:

@@ -18,8 +18,6 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class EngineCommand:
-    """Command that `start` runs, each time as a new process."""
-
     def __init__(self, command: Sequence[str], attach_path: Path, role: AgentRole, log: Path):
         self.attach_path = attach_path
         self._command, self._log = command, log

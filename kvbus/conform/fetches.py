@@ -63,12 +63,11 @@ class FetchStage(EngineStage):
             self._lost.append((self.agent.boot, job))
 
     def settle_lost(self, job: Job) -> bool:
-        """The fetch fails with its agent, or is repeated; then all KV is checked again."""
+        """A lost fetch fails, or is repeated; then all KV is checked again."""
         self.wait(lambda: self.told_over(job) or job.again)
         return self.end_well(job) if job.again else bool(self.told_over(job))
 
     def land(self, job: Job) -> None:
-        """Write the right numbers, with a notice if requested."""
         if job.written == job.name:
             return
         self.check_untouched(job)
@@ -100,7 +99,7 @@ class FetchStage(EngineStage):
         self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
 
     def spoil(self, job: Job) -> int:
-        """Corrupt bytes of the fetch's first row and return their number."""
+        """Corrupt bytes of the first row and return their number."""
         for place, table, start, _ in self._covered(job):
             kv = place.read(table, start, start + 1)
             row = kv[0, 0, 0, 0].reshape(-1)
@@ -110,7 +109,6 @@ class FetchStage(EngineStage):
         return 0
 
     def check_untouched(self, job: Job) -> None:
-        """Check that the blocks hold exactly the bytes written from here."""
         for place, table, start, stop in self._covered(job):
             want = place.numbers(job.written, start, stop)
             wrong = place.difference(place.read(table, start, stop), want, start)
@@ -118,7 +116,6 @@ class FetchStage(EngineStage):
             self.book.expect("fetch.blocks", not wrong, seen)
 
     def told(self, job: Job, rule: str, word: str) -> None:
-        """Check that the engine reports this end in time, and once."""
         self.wait(lambda: self.told_over(job))
         told = self.told_over(job)
         right = len(told) == 1 and told[0].startswith(word)
@@ -168,7 +165,6 @@ class FetchStage(EngineStage):
         return ""
 
     def _check_blocks(self, new: Job) -> None:
-        """Check that a new fetch shares no blocks with a live one or a lost one."""
         for job in self.jobs.values():
             both = "" if job.over or job is new else _common(new, job)
             seen = f"request {new.name}: {both} are those of request {job.name}"
@@ -231,7 +227,6 @@ def counts(stage: FetchStage) -> None:
 
 
 def failed(stage: FetchStage) -> None:
-    """Fetches fail with known and unknown codes."""
     for code in ("peer_lost", "moon_phase"):
         job = stage.taken(stage.begin(NUM_TOKENS))
         stage.land(job)

@@ -1,10 +1,7 @@
 """Access to the KV in an engine's memory by token position.
 
-KV arrays have the axes
-
-    position, layer, part, head, dim, byte of an element
-
-Known numbers: byte `i` of the row of one head, layer, part and position is
+KV arrays have the axes position, layer, part, head, dim, byte. Byte `i` of the row of one head,
+layer, part and position is
 
     (101 * NAME + 59 * layer + 37 * part + 7 * position + 23 * head + 3 * i) modulo 251
 
@@ -30,7 +27,7 @@ from kvbus.geometry import (
 
 Bytes = npt.NDArray[np.uint8]
 Segments = Mapping[str, mmap.mmap | None]
-"""Segments by id; None for GPU memory, which is not mapped."""
+"""None for GPU memory, which is not mapped."""
 _ORDER = (
     AxisName.BLOCK,
     AxisName.TOKEN,
@@ -101,7 +98,6 @@ class LiveCell:
 
     @property
     def is_open(self) -> bool:
-        """Whether a decode agent could still commit the offer."""
         return bool(self.page[self.number] == self.value)
 
 

@@ -102,7 +102,6 @@ class OfferStage(EngineStage):
                 other.cell = None
 
     def _open_cell(self, job: Job, body: MakeOffer) -> None:
-        """Check that the engine has named the cell, and make it live."""
         page, number = self.agent.cells, body.cell % NUM_CELLS
         if not body.cell:
             return
@@ -195,7 +194,6 @@ class OfferStage(EngineStage):
         return ""
 
     def _announce(self, job: Job, num_tokens: int) -> None:
-        """Check the numbers of all ready tokens, and keep their KV."""
         self._check_cells(job)
         job.num_ready, job.kept = num_tokens, []
         for place, table, first, stop in covered(self.agent.places, job.tables, 0, num_tokens):
@@ -236,7 +234,7 @@ def grows(stage: OfferStage) -> None:
 
 
 def blocks(stage: OfferStage) -> None:
-    """An offer is withdrawn. Its blocks and all others stay in use until `released`."""
+    """An offer is withdrawn. All blocks stay in use until `released`."""
     block, before = stage.block_size, len(stage.agent.log)
     first, *others = stage.begin(block + 1), stage.begin(block), stage.begin(2 * block)
     stage.taken(first, *others)

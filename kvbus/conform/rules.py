@@ -125,7 +125,6 @@ class Book:
         self._untried: dict[str, str] = {}
 
     def expect(self, rule: str, holds: bool, violation: str = "") -> bool:
-        """Record one check, and return ``holds``."""
         name = RULES[rule].name
         self._num_checks[name] += 1
         if not holds:

@@ -84,7 +84,6 @@ def busy(stage: EngineStage) -> None:
 
 
 def many(stage: EngineStage) -> None:
-    """Thousands of unknown notices."""
     job = stage.taken(stage.begin(20))
     for number in range(NUM_MANY):
         stage.agent.notify("weather", {"number": number, "wind": "a later version's"})
@@ -115,7 +114,6 @@ def hang_up(stage: EngineStage) -> None:
 
 
 def new_agent(stage: EngineStage) -> None:
-    """The agent crashes and is restarted."""
     job = _begun(stage)
     stage.agent.close()
     time.sleep(AWAY_S)
@@ -199,10 +197,7 @@ def play(
     only: Collection[str] = (),
     on_scene: Callable[[str], None] = lambda _: None,
 ) -> list[RuleOutcome]:
-    """Play scenes (all if ``only`` is empty) and return the outcome of each rule.
-
-    Raises `ConfigError` if the command cannot start.
-    """
+    """Play scenes (all if ``only`` is empty). Raises `ConfigError` if the command cannot start."""
     book, kind = Book(), _STAGES[role]
     with tempfile.TemporaryDirectory(prefix="kvbus-conform-") as path:
         folder = Path(path)

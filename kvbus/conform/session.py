@@ -21,10 +21,7 @@ _CLOEXEC = 0o2000000
 
 
 class EngineSession:
-    """Attach connection, with its process's state on the engine socket.
-
-    ``boot`` is empty before `hello`. ``closed`` is set once either side has hung up.
-    """
+    """Attach connection; ``boot`` is empty before `hello`."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self.closed = False
@@ -54,7 +51,7 @@ class EngineSession:
     # byte of a message is read alone, and no read crosses a message's end. Descriptors that arrive
     # with any other read were not on the first byte.
     def read(self, book: Book) -> tuple[bytes, list[int]] | None:
-        """Read available bytes of the current message. Return body and descriptors once complete.
+        """Read bytes of the current message. Return body and descriptors once complete.
 
         An oversized body is cut to one byte over the limit. The caller owns the descriptors.
         """
@@ -108,9 +105,9 @@ class EngineSession:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """Request of the engine. ``taken`` means answered, or left to a scene.
+    """Request of the engine; ``body`` is None if it could not be parsed.
 
-    ``body`` is None if it could not be parsed.
+    ``taken`` means answered, or left to a scene.
     """
 
     session: EngineSession

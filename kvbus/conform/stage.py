@@ -17,7 +17,7 @@ NUM_ROUNDS = 4
 
 
 class SceneEndedError(Exception):
-    """The rest of a scene is impossible; the book has the violation."""
+    """A scene cannot continue; the book has the violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,10 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Offer of a prefill engine or fetch of a decode engine, with a unique number.
+    """Offer of a prefill engine or fetch of a decode engine.
 
-    ``over`` means that the engine owns the blocks. An offer has ``num_ready`` announced tokens,
-    with their KV in ``kept``. A fetch's blocks hold the numbers of ``written``. ``again`` marks an
-    offer that was published again after its agent was lost.
+    ``over`` means that the engine owns the blocks. A fetch's blocks hold the numbers of
+    ``written``. ``again`` marks a job that was repeated after its agent was lost.
     """
 
     name: int
@@ -75,7 +74,7 @@ def ticket_of(job: Job) -> dict[str, object]:
 
 
 class EngineStage(ABC):
-    """Base of the stages. ``patience_s`` limits one engine step, ``start_s`` registration."""
+    """Stage of one role. ``patience_s`` limits one engine step, ``start_s`` registration."""
 
     op: ClassVar[str]
     over_word: ClassVar[str]
@@ -104,11 +103,9 @@ class EngineStage(ABC):
         """Check the engine's lines about a completed job."""
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
-        """Record that the engine is back after a hang-up."""
         job.over = not job.again  # the engine may have republished already
 
     def settle_lost(self, job: Job) -> bool:
-        """Return whether the engine reports in time that the lost job is over."""
         return self.wait(lambda: self.told_over(job))
 
     @property
@@ -117,7 +114,7 @@ class EngineStage(ABC):
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the first group with more than one."""
+        """Block size of the first group with more than one token in a block."""
         return next((group.block_size for group in self.groups if group.block_size > 1), 1)
 
     @property
@@ -126,12 +123,12 @@ class EngineStage(ABC):
         return max((group.window for group in self.groups if group.window), default=self.block_size)
 
     def num_blocks(self, group: str) -> int | None:
-        """Return the group's number of blocks; None if not mapped."""
+        """Return the group's number of blocks; None if it is not mapped."""
         views = [place.view for place in self.agent.places if place.group.name == group]
         return min((int(view.shape[0]) for view in views), default=None)
 
     def id_limit(self, group: str) -> int:
-        """Return the bound of the group's block ids: that of uint32 if it is not mapped."""
+        """Return the bound of the group's block ids; 2^32 if it is not mapped."""
         return self.num_blocks(group) or 2**32
 
     def wait(self, condition: Callable[[], object]) -> bool:
@@ -166,7 +163,7 @@ class EngineStage(ABC):
         return self.requests(job)[0]
 
     def taken(self, *jobs: Job) -> Job:
-        """Return the first job once all are validly requested, or end the scene."""
+        """Return the first job once all are requested, or end the scene."""
         self.wait(lambda: all(job.handoff_id for job in jobs))
         for job in jobs:
             self._require(job, bool(job.handoff_id))
@@ -178,11 +175,9 @@ class EngineStage(ABC):
             raise SceneEndedError
 
     def goes_on(self, job: Job) -> bool:
-        """Return whether the job is requested and completes in time."""
         return self.wait(lambda: job.handoff_id) and self.end_well(job)
 
     def end_well(self, *jobs: Job) -> bool:
-        """Finish jobs and return whether the engine reports each in time, once."""
         for job in jobs:
             self.finish(job)
         return self.seen_over(*jobs)
@@ -199,8 +194,8 @@ class EngineStage(ABC):
     def use_all_blocks(self, rule: str) -> None:
         """Run jobs of one block in sequence, until they have used every free block.
 
-        An allocator that frees a block too early is caught: a stack at once, a queue after as many
-        jobs as it has blocks. A random one misses two blocks in four rounds once in 3,000.
+        A stack that frees a block too early is caught at once, a queue after as many jobs as it has
+        blocks. A random allocator misses two blocks in four rounds once in 3,000.
         """
         if not self.agent.is_complete:
             self.book.expect(rule, False, "the engine has gone")
