@@ -1,1 +1,1 @@
-"""Benchmark of handoffs against bare NIXL, on real agents: the command ``kvbus bench``."""
+"""Benchmark of handoffs against bare NIXL, on real agents: ``kvbus bench``."""

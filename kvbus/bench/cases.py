@@ -1,7 +1,7 @@
 """Cases of ``kvbus bench``, each measured alternately with its limit.
 
-The limit is a bare NIXL READ for network transfers, a memcpy for mapped memory, and four bare
-processes (`floor`) for small handoffs.
+The limit is a bare NIXL READ for network transfers, a memcpy for mapped memory, and `floor` for
+small handoffs.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ WARM_UP_S, RATE_S = 1.0, 10.0
 
 CASE_WITHIN_S, ROUND_WITHIN_S = 600.0, 10.0
 LOAD_S, LARGE_S = 15.0, 210.0
-"""The first is for p99 of the loop lag (ten samples a second), the second for its maximum."""
+"""The first suffices for p99 of the loop lag, the second for its maximum."""
 LOOK_S = 10.0
 NUM_LARGE = 4
 LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
@@ -126,8 +126,7 @@ async def measure_reshape(
 ) -> list[Figure]:
     """Measure 64 MiB in scattered blocks: all runs by READ, each path, and equal engines.
 
-    ``packed`` is the target of the packed path and of unmapped agents, relative to the READ's
-    speed.
+    ``packed`` is a target, relative to the READ's speed.
     """
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block)
     tables = scattered_tokens(source, target, num_tokens)
@@ -199,7 +198,7 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs, 64 at a time, and their CPU time, over the same period."""
+    """Measure one-block handoffs, 64 at a time, and their CPU time."""
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     taken_at: list[tuple[float, float]] = []
@@ -253,7 +252,7 @@ async def _fetch_blocks(
 
 
 async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs while 1 GiB is in flight, in four fetches."""
+    """Measure one-block handoffs while 1 GiB is in flight."""
     num_blocks = scale.count(LARGE_BLOCKS)
     parts = [
         scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
@@ -265,7 +264,7 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs beside a fetch of 4 contiguous GiB, mapped and unmapped."""
+    """Measure one-block handoffs beside a fetch of 4 contiguous GiB."""
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
         found = await _measure_beside(
@@ -324,8 +323,6 @@ async def _measure_beside(
 
 
 class LoopLags:
-    """Event-loop lags of agents since its creation."""
-
     def __init__(self, agents: Mapping[str, BenchAgent]) -> None:
         self._agents = agents
         self._before = {name: agent.lag_counts() for name, agent in agents.items()}
@@ -418,7 +415,6 @@ async def _run(names: Sequence[str], scale: Scale, sheet: Sheet, folder: Path) -
 
 
 async def _measured(name: str, bench: Bench, scale: Scale) -> list[Figure]:
-    """Raises `RequestTimeout` for a case that does not progress."""
     within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
     try:
         with anyio.fail_after(within_s):

@@ -127,10 +127,7 @@ def _show(
 def _run(
     command: str, work: Callable[[], None], tell: Callable[[list[str]], None] = lambda _: None
 ) -> None:
-    """Do ``work``, report its failure, and exit with its status.
-
-    Equal reasons of several sessions are reported once.
-    """
+    """Do ``work``, report each reason of its failure once, and exit with its status."""
     status, reasons, head = 0, list[str](), f"error: {command}"
     try:
         work()

@@ -1,12 +1,11 @@
-"""Engines of the benchmark: caches full of a pattern, on an engine of `kvbus.lab`.
+"""Engines of the benchmark: caches full of a pattern.
 
 The comparison uses only views and block ids, not the planner.
 
     python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, controlled by the tool
 
-Axes
-    block, slot, head   of the rank's cache; heads have their numbers in the model
-    word                8 bytes of a head, or of a block
+Axes: block, slot and head of the rank's cache; word is 8 bytes of a head, or of a block. Heads have
+their numbers in the model.
 """
 
 import asyncio
@@ -45,12 +44,10 @@ NUM_PARTS, DTYPE_BYTES = 2, 2
 class Shape(ModelWords, kw_only=True):
     @property
     def token_bytes(self) -> int:
-        """Over all layers and heads."""
         return self.layers * NUM_PARTS * self.kv_heads * self.head * DTYPE_BYTES
 
     @property
     def block_bytes(self) -> int:
-        """Over all layers and heads."""
         return self.block * self.token_bytes
 
 
@@ -82,7 +79,7 @@ class PairedBlocks:
 
     @property
     def capacities(self) -> tuple[int, int]:
-        """Blocks of the two caches: twice those of the request, so that none need be adjacent."""
+        """Twice the blocks of the request, so that none need be adjacent."""
         return 2 * len(self.prefill), 2 * len(self.decode)
 
 
@@ -168,7 +165,6 @@ class BenchEngine(Engine):
         return self
 
     async def take(self, ticket: Ticket, tables: PairedBlocks) -> Taken:
-        """Raises `FetchFailed`."""
         block_ids = {GROUP: tables.decode}
         taking = self.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
         try:
@@ -197,7 +193,6 @@ class BenchEngine(Engine):
             words.zero_()
 
     def has(self, tables: PairedBlocks, source: Shape) -> bool:
-        """Return whether the tokens came from a prefill engine of shape ``source``."""
         positions = torch.arange(tables.num_tokens)
         prefill, decode = torch.from_numpy(tables.prefill), torch.from_numpy(tables.decode)
         blocks, slots = prefill[positions // source.block], positions % source.block

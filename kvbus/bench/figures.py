@@ -1,4 +1,4 @@
-"""Cases, figures and targets of the benchmark. Importing a case would take seconds."""
+"""Cases, figures and targets of the benchmark; imports no case, which would take seconds."""
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ MAX_MIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rounds of a raw and a kvbus transfer, and a factor for all sizes (tests: below 1)."""
+    """Rounds of a raw and a kvbus transfer, and a factor for all sizes."""
 
     rounds: int = 30
     factor: float = 1.0
@@ -38,7 +38,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Value of a case, with a target (``most`` or ``least``) or none."""
+    """Value of a case, and its target, if any."""
 
     name: str
     value: float
@@ -99,7 +99,7 @@ def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
 def percentiles(
     name: str, seconds: Sequence[float], *, most_p50: float | None = None, most: float | None = None
 ) -> list[Figure]:
-    """Return the median, and the 99th percentile if there are enough samples."""
+    """Return the median, and p99 if there are enough samples."""
     tail_s = p99(seconds)
     found = [milliseconds(f"{name} p50", quantile(seconds, 0.5), most=most_p50)]
     return found if tail_s is None else [*found, milliseconds(f"{name} p99", tail_s, most=most)]
@@ -124,8 +124,6 @@ def lines(case: str, figures: Sequence[Figure]) -> str:
 
 
 class Sheet:
-    """Figures of a command: shown after each case, and kept for JSON."""
-
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.case: str | None = None

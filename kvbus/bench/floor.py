@@ -3,7 +3,7 @@
     decode engine ─fetch──▶ decode agent ─commit──▶ prefill agent ─released─▶ prefill engine
                   ◀fetched─              ◀commits─
 
-Each process handles as many fields as a handoff has, with only asyncio, pyzmq and msgspec.
+Each uses only asyncio, pyzmq and msgspec, for as many fields as a handoff has.
 
     python -m kvbus.bench.floor FOLDER    one of the others, as requested on stdin
 """
@@ -72,7 +72,6 @@ class Ends:
         return self._pumped(socket, on_frames)
 
     def be_prefill_agent(self) -> str:
-        """Play the prefill agent; return its peer endpoint."""
         engines = list[bytes]()
 
         def on_commit(frames: list[bytes]) -> None:

@@ -23,12 +23,11 @@ from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port
 
 UNMAPPED = "unmapped"
-"""Decode agent that reads like one on another machine, but over shared memory."""
+"""Decode agent that reads as if its peer were on another machine, but over shared memory."""
 READERS: Mapping[str, Mapping[str, str | bool]] = {
     UNMAPPED: {"mapped": False},
     **{path: {"path": path} for path in ("mapped", "direct", "staged", "packed")},
 }
-"""Configurations of decode agents that are compared with the default one."""
 DEFAULTS: Settings = MappingProxyType({})
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 LARGEST_LAG = "kvbus_event_loop_largest_lag_seconds"
@@ -124,7 +123,7 @@ class Pair:
         return self.fetches[-1].seconds
 
     async def verify(self, tables: PairedBlocks) -> None:
-        """Do one handoff and compare every byte. The peers are connected afterwards."""
+        """Compare every byte of one handoff, which connects the peers."""
         self.reader.wipe()
         await self.hand_off(tables)
         if not self.reader.has(tables, self.source.shape):
@@ -135,8 +134,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Agents, engines' process, and objects of the current case."""
-
     agents: Mapping[str, BenchAgent]
     engines: EngineChild
     folder: Path
@@ -163,7 +160,7 @@ class Bench:
     async def pair(
         self, shape: Shape, num_blocks: int, *, source: BenchSource | None = None, label: str = ""
     ) -> Pair:
-        """Open a decode engine at an agent; it reads ``source``, or a new engine like itself."""
+        """Open a decode engine; it reads ``source``, or a new engine like itself."""
         path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"
         engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
         source = source or await self.source(shape, num_blocks)
@@ -195,7 +192,7 @@ class Bench:
 async def running(
     folder: Path, settings: Mapping[str, Settings] = MappingProxyType({})
 ) -> AsyncIterator[Bench]:
-    """Start agents and the prefill engines' process. ``settings`` are configurations by role."""
+    """Start agents and the prefill engines' process, with ``settings`` by role."""
     with ExitStack() as stack:
         agents = {}
         for role in ("prefill", "decode"):

@@ -1,7 +1,6 @@
-"""The pipe ``kvbus bench-prefill | kvbus bench-decode``, in place of a router.
+"""The pipe ``kvbus bench-prefill | kvbus bench-decode``: lines of JSON, in place of a router.
 
-Each message is a line of JSON. Neither end waits for ever: the writer detects the end of the reader
-without writing, and the reader times out.
+Neither end waits for ever: the writer detects the end of the reader, and the reader times out.
 """
 
 import os
@@ -50,10 +49,10 @@ async def watch_reader() -> None:
 
 
 async def read(kind: type[M]) -> AsyncIterator[M]:
-    """Yield the messages on stdin without end: the caller knows which one is the last.
+    """Yield the messages on stdin without end: the caller knows the last.
 
     Raises `ConfigError` at a terminal and for an invalid line, `PeerLost` when stdin ends, and
-    `RequestTimeout` after `NEXT_WITHIN_S` without a line.
+    `RequestTimeout` after `NEXT_WITHIN_S`.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(f"stdin is no pipe: {HOW}")
@@ -82,7 +81,7 @@ def _reader_gone() -> PeerLost:
 
 
 async def _lines(fd: int) -> AsyncIterator[bytes]:
-    """Yield whole lines, without a thread: a blocked thread could not be stopped."""
+    """Yield whole lines. A blocked thread could not be stopped, so there is none."""
     buffer = b""
     while piece := await _read(fd):
         *whole, buffer = (buffer + piece).split(b"\n")

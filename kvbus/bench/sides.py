@@ -1,7 +1,7 @@
 """Handoffs between two running agents: ``kvbus bench-prefill | kvbus bench-decode``.
 
-The prefill side sets the pace: it offers, prints the ticket as a line of JSON, and continues after
-the read. So each side has one case in memory at a time.
+The prefill side offers, prints the ticket, and continues after the read. So each side has one case
+in memory at a time.
 """
 
 import uuid
@@ -52,7 +52,6 @@ class PairCase:
     in_order: bool = False
 
     def tables(self, num_mib: int) -> PairedBlocks:
-        """Return the blocks of both sides, the same on each call."""
         most_bytes = 1 if self.is_one else num_mib * MIB
         num_blocks = max(1, most_bytes // self.source.block_bytes)
         if self.in_order:
@@ -125,7 +124,7 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHa
 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> int:
-    """Fetch the handoffs from stdin, show the figures of each case, and return their number.
+    """Fetch the handoffs from stdin, show the figures, and return the number of handoffs.
 
     Raises `KVBusError` if a handoff fails or brings wrong bytes.
     """

@@ -1,4 +1,1 @@
-"""The command ``kvbus doctor``: checks whether kvbus works on this machine.
-
-A check removes everything that it created.
-"""
+"""The command ``kvbus doctor``. Each check removes everything that it created."""

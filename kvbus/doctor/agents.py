@@ -1,7 +1,6 @@
 """Checks of agents' configurations, and of the faults that running agents report.
 
-The functions of the agent's start run these checks, unless the agent is running. Bound ports and
-created folders are released.
+The agent's own start-up functions run these checks, unless the agent is running.
 """
 
 import contextlib
@@ -42,10 +41,7 @@ AgentSource = tuple[str, AgentConfig]
 
 
 def wanted_agents(paths: list[Path]) -> list[AgentSource]:
-    """Return the agents of ``paths``, else of the environment, else both defaults.
-
-    Raises `ConfigError`.
-    """
+    """Return the agents of ``paths``, else of the environment, else both defaults."""
     if paths:
         return [(str(path), load_shared_config(path)) for path in paths]
     if variable("agent_id") in os.environ:
@@ -106,7 +102,7 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
 
 
 def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
-    """Return the agent's own key, as client and server, and the problem with its keys."""
+    """Return the agent's key, as client and server, and the problem with its keys."""
     try:
         keys = Access.open(config).keys
         load_http_token(config)
@@ -116,7 +112,6 @@ def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
 
 
 def _holder(peer_bind: str, curve: ClientCurve | None) -> AgentStatus | None:
-    """Return the agent that uses one of these addresses, or None."""
     for address in port_range(peer_bind):
         if _bind_error(address) == os.strerror(errno.EADDRINUSE):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -166,7 +161,6 @@ def _bind_error(address: str) -> str:
 
 
 def _folder(name: str, source: str, config: AgentConfig) -> Finding:
-    """Check the runtime folder; remove the folders that the check creates."""
     folder, problem = config.runtime_path, ""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -270,7 +264,7 @@ def _keys(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _advertised(name: str, host: str) -> Iterator[Finding]:
-    """Check that the advertised host is an address of this machine; the name server may be slow."""
+    """Check that the host is an address of this machine; the name server may be slow."""
     if not host:
         return
     try:

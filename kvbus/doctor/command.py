@@ -27,7 +27,7 @@ Check = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The options; raises `ConfigError` if they are inconsistent."""
+    """Raises `ConfigError` if options are inconsistent."""
 
     config: Annotated[
         list[Path] | None,
@@ -143,7 +143,7 @@ def _checks(options: DoctorOptions) -> dict[str, Check]:
 
 
 def _checked(family: str, check: Check) -> Iterable[Finding]:
-    """Run a check; report its failure as a finding, so that the other families continue."""
+    """Run a check; report its failure as a finding, so that the others continue."""
     try:
         yield from check()
     except (OSError, ValueError, KeyError, KVBusError) as error:

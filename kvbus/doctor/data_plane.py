@@ -1,11 +1,9 @@
 """Checks of the data plane: speed and transport of NIXL, and memory sharing of GPUs.
 
-Two processes of this machine measure both without the rest of kvbus: a crash ends only its own
-process. A loopback does not measure the network.
+Two processes measure both, so that a crash ends only its own process. A loopback does not measure
+the network.
 
     doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
-
-`_run_pair` kills a process that does not end in time.
 
     python -m kvbus.doctor.data_plane nixl|cuda target|reader
 """
@@ -92,7 +90,7 @@ class PairResult(Generic[T]):
 class ReadSpeed:
     """One measurement; ``bytes_per_s`` is 0 if it failed.
 
-    ``ucx_tls`` is empty if UCX chose the transport, and ``wire`` is the transport that it used.
+    ``ucx_tls`` is empty if UCX chose the transport.
     """
 
     way: str
@@ -139,7 +137,7 @@ def wire_in(log: str) -> str:
 def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
     """Return an error if the configured read fails, a warning if agents here would read over TCP.
 
-    ``ptrace_scope`` is Yama's setting, by default of this machine.
+    ``ptrace_scope`` is Yama's setting.
     """
     told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
     (why, fix), command, severity = WHY_AND_FIX[one.way], "", OK
@@ -170,7 +168,6 @@ def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
 
 
 def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
-    """Return a fix and a command for reads of other processes' memory (CMA)."""
     if ucx_tls:
         return "Let UCX use shared memory: UCX_TLS unset, or with sm.", "unset UCX_TLS"
     if ptrace_scope not in ("", "0", "1"):

@@ -1,4 +1,4 @@
-"""Findings of checks, their verdict, and their output for people and programs (pure)."""
+"""Findings of checks, their verdict, and their output for people and programs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +32,7 @@ class Finding(msgspec.Struct):
     """The result of one check; ``name`` is ``family.subject`` and stable.
 
     ``found`` and ``why`` are for people, ``values`` for programs; keys of ``values`` carry units. A
-    warning or an error has a ``fix``; ``command`` is a shell line for it. A finding that is ok has
-    neither reason nor fix.
+    warning or an error has a ``fix``, and ``command`` is a shell line for it.
     """
 
     name: str
@@ -60,8 +59,7 @@ class Finding(msgspec.Struct):
 class Report:
     """Findings in the order of their checks, and their verdict, which ignores notes.
 
-    ``exit_status`` is 0 if kvbus works here, otherwise 1; with ``strict``, a warning suffices for
-    1.
+    ``exit_status`` is 0 if kvbus works here, otherwise 1; with ``strict`` a warning is 1, too.
     """
 
     def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
@@ -76,7 +74,7 @@ class Report:
         return SENTENCES[VERDICTS[self._worst]] + ", ".join(one.name for one in self._complaints)
 
     def as_json(self, version: str) -> dict[str, object]:
-        """Return the JSON object of ``--json``; docs/doctor.md documents its keys."""
+        """Return the JSON object of ``--json``, see docs/doctor.md."""
         counts = Counter(one.severity for one in self._findings)
         return {
             "kvbus": version,
@@ -91,10 +89,7 @@ class Report:
         }
 
     def shown(self) -> Iterator[RenderableType]:
-        """Render all findings, the worst last, with fixes and the verdict.
-
-        The output needs no colour, and at most 80 columns.
-        """
+        """Render all findings, the worst last, in at most 80 columns."""
         table = Table.grid(padding=(0, 1))
         table.add_column()
         table.add_column(overflow="fold")

@@ -118,7 +118,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def _soft(limit: str) -> int | None:
-    """Return the limit, or None if it is unlimited."""
+    """Return None if it is unlimited."""
     soft, _ = resource.getrlimit(getattr(resource, limit))
     return None if soft == resource.RLIM_INFINITY else soft
 

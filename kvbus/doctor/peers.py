@@ -1,7 +1,6 @@
-"""Checks of a remote agent from this machine, and of two agents as a pair.
+"""Checks of a remote agent, and of two agents as a pair, by their status alone.
 
-No handoff is made for a check: a pair is judged by the status of both agents. The data plane
-receives no data; its ports are only connected to.
+No handoff is made. The data ports are only connected to.
 """
 
 import socket
@@ -41,10 +40,7 @@ LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that y
 
 @dataclass(frozen=True, slots=True)
 class AskedAgent:
-    """A remote agent, the keys for requests, and its last status.
-
-    Its ``view`` describes the other agent of a pair.
-    """
+    """A remote agent, the keys for requests, and its last status."""
 
     endpoint: str
     curve: ClientCurve | None = None
@@ -344,7 +340,6 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
 
 
 def _clock(peer: AskedAgent) -> Finding:
-    """Measure the difference between its wall clock and ours, whichever is right."""
     try:
         clock = anyio.run(_ask_clock, peer)
     except KVBusError as error:
