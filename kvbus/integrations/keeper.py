@@ -3,8 +3,8 @@
     engine ──starts──▶ keeper ──starts──▶ agent
        └── when it ends (pidfd), the keeper drains and stops the agent
 
-A parent-death signal would fire when the starting thread ends, and Ray starts engines in threads.
-Ray kills a replica's children, which would not drain. So the keeper is not a child of the engine.
+A parent-death signal would fire when the starting thread ends. Ray kills a replica's children,
+which would not drain, so the keeper is not a child of the engine.
 """
 
 import os
@@ -104,7 +104,6 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
 
 
 def bound_log(log: Path, max_bytes: int) -> None:
-    """Truncate a log of over ``max_bytes`` after copying it to `log.1`."""
     with suppress(OSError):  # a full disk or a removed log must not end the agent
         if log.stat().st_size > max_bytes:
             shutil.copyfile(log, log.with_name("log.1"))

@@ -1,8 +1,6 @@
 """Proxy for trying out disaggregated serving: ``python -m kvbus.integrations.proxy``.
 
-    client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
-
-The proxy uses servers in turn and ignores their load. For production, see docs/routers.md.
+client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 """
 
 import contextlib
@@ -132,7 +130,7 @@ class Proxy:
     """An ASGI application for the generating paths; ``asgi`` serves all paths.
 
     If a prefill server fails, decode computes the prompt. The client gets a 4xx of prefill, and any
-    error of decode. If it disconnects, so does the proxy, and vLLM aborts.
+    error of decode.
     """
 
     def __init__(self, prefill: list[str], decode: list[str], *, timeout_s: float) -> None:

@@ -1,14 +1,7 @@
 """Ray Serve's P/D serving with kvbus: an agent beside each replica, both requests at the same time.
 
-    from kvbus.integrations.ray import build_pd_openai_app
-
-    app = build_pd_openai_app({"prefill_config": LLMConfig(...), "decode_config": LLMConfig(...)})
-    serve.run(app)
-
 decode replica ── chooses a prefill replica ──▶ its metadata: the address of its agent
                ── names the offer (rendezvous) and sends both requests together
-
-Needs ``ray[serve]``, and a vLLM that Ray's LLM library supports.
 """
 
 import secrets
@@ -111,10 +104,7 @@ def register() -> None:
 def build_pd_openai_app(
     pd_serving_args: Mapping[str, Any], *, agent: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build Ray's app; ``agent`` has configuration keys of agents, which a side's own override.
-
-    Raises `ConfigError` for another connector.
-    """
+    """Build Ray's app; a side's own ``agent`` keys take precedence. Raises `ConfigError`."""
     args = dict(pd_serving_args)
     for side, role in SIDES.items():
         config = LLMConfig.model_validate(args.get(side)).model_copy(deep=True)

@@ -11,8 +11,6 @@ from kvbus.variables import Variable
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one server. ``model`` is equal on both sides."""
-
     attach: Path
     model: str = ""
     engine_id: str = ""

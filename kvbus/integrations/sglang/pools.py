@@ -1,10 +1,8 @@
 """Pools of one SGLang rank, moved to shared memory in place.
 
-    pool of layers     ──▶ group "full"
-    pool of windows    ──▶ group "window", of a model that has both kinds of layers
-    rows of metadata   ──▶ group "metadata", a state: the first token, and its details
-
-Other pools are refused before the first request.
+pool of layers     ──▶ group "full"
+pool of windows    ──▶ group "window", of a model that has both kinds of layers
+rows of metadata   ──▶ group "metadata", a state: the first token, and its details
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,7 +47,7 @@ class Pools:
 
 
 def pools_of(queue: Any) -> Pools:
-    """Return the pools of a scheduler's queue; raise `ConfigError` for unsupported ones."""
+    """Raises `ConfigError` for unsupported pools."""
     pools = _pools_by_group(queue.token_to_kv_pool)
     _refuse(queue, pools)
     groups: list[GroupSpec] = []
@@ -75,10 +73,7 @@ def pools_of(queue: Any) -> Pools:
 
 
 def leads() -> bool:
-    """Return whether this rank offers, or fetches, for all.
-
-    The first rank of the last pipeline stage does: it computes last, and has the first token.
-    """
+    """Return whether this rank acts for all: it computes last, and has the first token."""
     parallel = get_parallel()
     return bool(parallel.attn_tp_rank == 0 and parallel.pp_rank == parallel.pp_size - 1)
 

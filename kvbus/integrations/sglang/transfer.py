@@ -41,7 +41,6 @@ from kvbus.protocol.engine import AgentRole, Outcome
 logger = logging.getLogger("sglang.kvbus")
 
 PLACE = "/kvbus"
-"""Path of a bootstrap server that returns its `AgentPlace`."""
 ELSEWHERE = "kvbus"
 """``bootstrap_host`` of a request that another engine than SGLang has prefilled."""
 PARAMS_KEY = "kvbus"
@@ -61,7 +60,7 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """Facts about a request that SGLang does not pass to senders and receivers.
+    """Facts that SGLang does not pass to senders and receivers.
 
     ``untold`` names options that need more of the first token than `TicketAndToken` has.
     """
@@ -257,8 +256,7 @@ class BootstrapServer(CommonKVBootstrapServer):
 class Sender(CommonKVSender):
     """An offer that grows with each chunk of a request.
 
-    A request that is aborted before `init` makes its offer and withdraws it, to notify the decode
-    side.
+    A request that is aborted before `init` makes its offer and withdraws it, to notify decode.
     """
 
     kv_mgr: Manager

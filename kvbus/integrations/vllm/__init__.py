@@ -1,7 +1,4 @@
-"""vLLM's connector to kvbus, for ``kv_connector_module_path`` of ``--kv-transfer-config``.
-
-Needs vLLM 0.32 or later.
-"""
+"""vLLM's connector to kvbus, for ``kv_connector_module_path``. It needs vLLM 0.32 or later."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -66,17 +63,11 @@ INSIDE_VLLM = {
         "sampling_params status structured_output_request trace_headers"
     ),
 }
-"""Attributes and methods of vLLM that the connector uses beyond the base class.
-
-vLLM guarantees none of them. The contract test checks each.
-"""
+"""Parts of vLLM beyond the connector's base class, each checked by a contract test."""
 
 
 def register() -> None:
-    """Register the connector, as vLLM's plugin. Idempotent.
-
-    `MultiConnector` finds the statistics of its children by this name.
-    """
+    """Register the connector, by which `MultiConnector` finds its statistics. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )

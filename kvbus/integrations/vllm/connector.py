@@ -1,7 +1,4 @@
-"""vLLM's KV connector for kvbus, and its half in each worker.
-
-Forward passes run no code of it: vLLM schedules a request after its load.
-"""
+"""vLLM's KV connector for kvbus. Forward passes run none of it."""
 
 import logging
 import time
@@ -78,10 +75,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         self._memory_links: list[Link] = []
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Share the KV cache; wait up to ``attach_timeout_s`` for agents, then continue without.
-
-        Raises `GeometryError` or `SegmentError`.
-        """
+        """Share the KV cache; wait up to ``attach_timeout_s`` for agents, then continue without."""
         self._rank = get_pp_group().rank_in_group * self._engine.tp_size
         self._rank += get_tp_group().rank_in_group
         self._memory = share_rank(self._engine, self._rank, *self._configs, kv_caches)
@@ -111,7 +105,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the scheduler side's results on every rank: `MultiConnector` needs all."""
+        """Return the scheduler's results on every rank: `MultiConnector` needs all."""
         results = self._results
         return KVConnectorTransferResults(
             finished_recving=set(results.received), failed_recving=set(results.failed)

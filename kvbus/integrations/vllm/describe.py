@@ -1,7 +1,4 @@
-"""Description of an engine from vLLM's configuration alone, as the scheduler has no tensors.
-
-``field`` of each `GeometryError` names the refused setting or kind of cache.
-"""
+"""Description of an engine from vLLM's configuration alone, as the scheduler has no tensors."""
 
 from typing import Any
 
@@ -27,8 +24,7 @@ def describe_engine(
 ) -> EngineSpec:
     """Return the spec that every process of this vLLM registers, or raise `GeometryError`.
 
-    Group i is transfer group i of ``kv_cache_config``, and item i of its
-    `select_transfer_block_ids`.
+    Group i is transfer group i, and item i of `select_transfer_block_ids`.
     """
     _refuse_settings(vllm_config, kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -48,16 +44,13 @@ def describe_engine(
 
 
 def model_name(model_config: Any) -> str:
-    """Return the name that both sides must share: weights, revision, quantisation.
-
-    If the paths of a model's folder differ, set the option ``model_id``.
-    """
+    """Return the name of weights, revision and quantisation, equal on both sides."""
     name = f"{model_config.model}@{model_config.revision or 'main'}"
     return f"{name}+{model_config.quantization}" if model_config.quantization else name
 
 
 def cache_of(group: Any) -> Any:
-    """Return the spec of all layers of ``group``; raise `GeometryError` if they differ."""
+    """Return the spec of all layers; raise `GeometryError` if they differ."""
     if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         return group.kv_cache_spec
     first, *others = group.kv_cache_spec.kv_cache_specs.values()
@@ -73,7 +66,6 @@ def cache_of(group: Any) -> Any:
 
 
 def layer_number(name: str) -> int:
-    """Return a layer's number in the whole model."""
     try:
         return int(extract_layer_index(name))
     except (AssertionError, ValueError) as error:
@@ -157,10 +149,7 @@ def _refuse_group(group: Any) -> None:
 
 
 def _group_names(groups: Any) -> list[str]:
-    """Return names that are equal in two vLLMs, such as "full" or "window-4096".
-
-    Several groups of a kind are numbered by their first layers.
-    """
+    """Return names that are equal in two vLLMs, numbered by their first layers."""
     kinds = [_kind(cache_of(group)) for group in groups]
     firsts = [(min(map(layer_number, one.layer_names)), at) for at, one in enumerate(groups)]
     names = []

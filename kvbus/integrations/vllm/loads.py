@@ -1,7 +1,4 @@
-"""Loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
-
-A load is over once nothing can write into its blocks. Never blocks.
-"""
+"""Loads of a decode engine. A load is over once nothing can write into its blocks."""
 
 import logging
 import time
@@ -42,15 +39,15 @@ MOST_TICKETS = 4096
 
 
 class OtherImagesError(ProtocolError):
-    """A ticket of a prompt with images that the decode request lacks."""
+    """The request lacks images of its ticket's prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class Load:
     """A load of the first ``num_tokens`` tokens of a prompt.
 
-    Without ``handoff``, the params were refused, for ``problem``, and the load fails. ``partial``
-    blocks may have a gap at their beginning, in front of a window.
+    Without ``handoff``, the load fails for ``problem``. ``partial`` blocks may have a gap at their
+    beginning, in front of a window.
     """
 
     request_id: str
@@ -109,8 +106,8 @@ class Loads:
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Note a decode request with remote KV.
 
-        Refuses a request that lacks its ticket's images: vLLM would compute the placeholders as
-        text.
+        Refuses a request without its ticket's images: vLLM would compute placeholders as plain
+        tokens.
         """
         self._expect(request, params)
         load = self._expected.get(request.request_id)
@@ -127,10 +124,10 @@ class Loads:
         return self._refused.get(request_id, mismatch)
 
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Note a prefill request of a conversation that has KV in a decode engine.
+        """Note a prefill request with KV in a decode engine.
 
-        With windows, a load must leave a token to compute: vLLM would compute the last one again,
-        which needs a token that the window has dropped.
+        With windows, a load leaves a token to compute: vLLM would compute the last one again, which
+        needs a token that the window has dropped.
         """
         if not self._options.bidirectional_kv_xfer:
             logger.info(
@@ -148,10 +145,7 @@ class Loads:
             load.min_tokens = self._options.kv_recompute_threshold
 
     def matched(self, request_id: str, num_computed_tokens: int) -> int | None:
-        """Return the number of tokens to load after ``num_computed_tokens``.
-
-        None while another request loads with the same ticket, 0 afterwards.
-        """
+        """Return None while another request loads with the same ticket, and 0 afterwards."""
         load = self._expected.get(request_id)
         if load is None:
             return 0
@@ -168,7 +162,6 @@ class Loads:
         return num_tokens if num_tokens >= max(1, load.min_tokens) else 0
 
     def start(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """Start the load, or release its offer if ``num_tokens`` is 0."""
         load = self._expected.pop(request_id, None)
         if load is None:
             return
@@ -192,7 +185,6 @@ class Loads:
             self._partial[request_id] = load
 
     def partial_blocks(self, request_id: str | None = None) -> set[int]:
-        """Return the partial blocks of one request, or of all."""
         if request_id is not None:
             load = self._partial.get(request_id)
             return load.partial if load is not None else set()
@@ -271,10 +263,7 @@ class Loads:
         )
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
-        """Return the router's handoff. A rendezvous covers the whole prompt.
-
-        A request that vLLM has refused has no prompt.
-        """
+        """A request that vLLM has refused has no prompt to check."""
         if RENDEZVOUS not in params:
             handoff = read_params(params)
             if not request.abort_immediately:

@@ -1,4 +1,4 @@
-"""Offers of a prefill engine: reserved while a request is computed, published at its end.
+"""Offers of a prefill engine.
 
 The ticket is requested when a request is first scheduled, so that it arrives before the last token.
 A named offer grows with each step, as its reader needs no ticket.
@@ -26,16 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvbus")
 
 NULL_BLOCK = 0
-"""vLLM's placeholder, without KV, for blocks that a window has left behind."""
+"""vLLM's placeholder for blocks that a window has left behind."""
 TICKET_WITHIN_S = 1.0
-"""Wait for a ticket at the end of a request, unless the agent is known to hang."""
+"""Limit of a wait for a ticket, unless the agent is known to hang."""
 AGENT_WITHIN_S = 10.0
-"""Wait for a lost agent's successor. A restart takes 2 or 3 s."""
+"""Limit of all waits for a lost agent's successor. A restart takes 2 or 3 s."""
 STEPS_ON_S = 1.0
-"""Time that vLLM keeps stepping after an offer; most offers are read by then.
-
-Later blocks are freed at the next request, as nothing wakes vLLM.
-"""
+"""Time that vLLM steps on after an offer: nothing wakes vLLM to free its blocks later."""
 
 LIVES_KEPT = 8
 """Recent offers that predict how long the next ones take."""
@@ -45,10 +42,7 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class Tables(NamedTuple):
-    """Block ids by group, and the number of each table's first block in the request.
-
-    ``partial`` has the first blocks of windows that begin inside them.
-    """
+    """Blocks by group, and the first one's number; windows begin inside ``partial`` ones."""
 
     block_ids: dict[str, list[int]]
     first_blocks: dict[str, int]
@@ -83,7 +77,7 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
 
 @dataclass(slots=True, eq=False)
 class RequestOffer:
-    """A request that offers its KV: without blocks during computation, then published.
+    """A request that offers its KV.
 
     ``planned`` pairs steps with the prompt tokens computed by their end. ``told`` counts the
     offer's blocks by group.
@@ -225,9 +219,9 @@ class RequestOffers:
     def publish(
         self, request_id: str, block_ids: BlockIds, num_tokens: int
     ) -> dict[str, Any] | None:
-        """Return the ticket of ``block_ids``, held for readers from now on.
+        """Wait for the ticket of ``block_ids``, and hold them for readers.
 
-        Blocks until the ticket arrives. Returns None, and logs why, if no agent offers the blocks.
+        Returns None, and logs why, if no agent offers the blocks.
         """
         reserved = self._reserved.get(request_id)
         if reserved is None:
@@ -309,10 +303,7 @@ class RequestOffers:
             self._last_s = published.published_s
 
     def _made(self, reserved: RequestOffer) -> Offer:
-        """Wait for the offer's ticket, which has usually arrived.
-
-        If the agent hangs, waits only once. If it is lost, waits for its successor.
-        """
+        """If the agent hangs, wait only once. If it is lost, wait for its successor."""
         if reserved.offer.ended.done():
             self._ask_again(reserved)
         offer = reserved.offer
@@ -357,7 +348,7 @@ class RequestOffers:
             reserved.ask(self._link)
 
     def _withdraw_other_sequences(self, request_id: str) -> None:
-        """Keep the offer of the last sequence to end: vLLM's response has its ticket."""
+        """Keep the last one to end: vLLM's response has its ticket."""
         prompt = prompt_of_sequence(request_id)
         for one in self._published.values() if prompt is not None else ():
             if prompt_of_sequence(one.request_id) == prompt and not one.is_unwanted:

@@ -1,7 +1,5 @@
 """Options of a user, ``kv_transfer_params`` of a router, and request ids.
 
-The connector's processes exchange ids and step numbers, by pickle:
-
 scheduler: build_connector_meta ──StepResults──▶ worker: get_transfer_results
 scheduler: update_connector_output ◀──StepDone── worker: build_connector_worker_meta
 """
@@ -56,7 +54,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:
-        """Socket and required role of each agent; the first offers, the last loads."""
+        """Sockets and required roles; the first offers, the last loads."""
         if isinstance(self.endpoint, str):
             return ((_path(self.endpoint), None),)
         return (
@@ -172,10 +170,7 @@ _LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 
 
 def is_of_later_prompt(request_id: str) -> bool:
-    """Return whether the request is for a later prompt of a completion.
-
-    vLLM responds with the `kv_transfer_params` of the first prompt only.
-    """
+    """vLLM responds with the `kv_transfer_params` of the first prompt only."""
     return _LATER_PROMPT.fullmatch(request_id) is not None
 
 
@@ -194,7 +189,7 @@ def has_tokens(request: "Request") -> bool:
 
 
 def digest_of(request: "Request", num_tokens: int) -> str:
-    """Hash the first tokens (prompt, then answer), their LoRA and their images.
+    """Hash tokens (prompt, then answer), LoRA and images.
 
     Slow for long prompts, and the scheduler waits: call once per request.
     """
@@ -215,7 +210,7 @@ def _images_in(request: "Request", num_tokens: int) -> list[str]:
 
 
 class StepResults(NamedTuple):
-    """Ids of requests with a failed load, and with a failed load that is over.
+    """Requests with a failed load, and with a failed load that is over.
 
     Workers report the end of ``step``, unless it is 0.
     """
@@ -237,13 +232,13 @@ class StepDone:
 
 
 class WorkerPlaces(NamedTuple):
-    """Agents that map a worker's memory, in the options' order; ``endpoint`` may still be empty."""
+    """Agents that map a worker's memory, in the options' order; ``endpoint`` may be empty."""
 
     places: tuple[AgentRanks, ...]
 
 
 def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:
-    """Return the ranks with another agent than the first rank's, merged by agent."""
+    """Return the ranks with another agent than the first, merged by agent."""
     home = workers[0].endpoint if workers else ""
     found: dict[str, AgentRanks] = {}
     for worker in workers if home else ():

@@ -115,10 +115,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of tokens to load, and whether the load runs beside the steps.
-
-        None makes vLLM call again.
-        """
+        """Return the tokens to load (None: call again), and whether vLLM may step meanwhile."""
         if self._end_refused(request):
             return None, False
         if self._evict_partial():  # vLLM may just have found one of them for this request
@@ -221,7 +218,7 @@ class SchedulerSide:
     #
     # A whole block with the same hash stays.
     def _evict_partial(self) -> bool:
-        """Evict partial blocks from the prefix cache; return whether it had any."""
+        """Return whether vLLM's prefix cache had partial blocks."""
         pool = self._manager.block_pool
         partial_ids = self._loads.partial_blocks()
         cached = {
@@ -237,7 +234,7 @@ class SchedulerSide:
         return bool(reason)
 
     def _is_for_decode(self, request: "Request") -> bool:
-        """Return whether a decode engine can use the KV of the request.
+        """Return whether a decode engine can use the KV.
 
         For log probabilities of the prompt, prefill computes the last token, too. With windows,
         that makes the KV useless.
@@ -258,8 +255,8 @@ class SchedulerSide:
     def _reserve(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Request a ticket. An offer with a router's name is readable during computation.
 
-        With windows it is not, as they leave blocks behind. Only the first of several sequences has
-        the name.
+        With windows it is not, as they leave blocks behind. Only the first of several sequences is
+        named.
         """
         try:
             asked = read_offer_params(params)
@@ -339,7 +336,7 @@ def _end_with_error(request: "Request", reason: str) -> None:
 
 
 def _leave_last_token(request: "Request") -> None:
-    """Make prefill compute all but the last token, which decode computes anyway.
+    """Leave the last token to decode, which computes it anyway.
 
     With a window, decode needs an earlier token. Computing the last one may free its block.
     """

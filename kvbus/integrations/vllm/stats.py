@@ -1,4 +1,4 @@
-"""Statistics of loads and offers, for vLLM's log and for Prometheus; see `METRICS`."""
+"""Statistics of loads and offers, for vLLM's log and for Prometheus."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Worker memory: measures where each layer puts K and V in the KV cache, and shares the cache.
 
 A layer writes marks into scratch blocks of the same strides, so its own cache stays untouched.
-Layouts that strides cannot describe are refused. Shapes: cache [block, ...]; rows [token, head,
-dim].
+Shapes: cache [block, ...]; rows [token, head, dim].
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,10 @@ def share_rank(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> RankMemory:
-    """Describe ``kv_caches``, as `register_kv_caches` receives them, and share their memory.
+    """Describe and share ``kv_caches``; raise `GeometryError` or `SegmentError`.
 
     Layers that use another's cache are in no group. On a CPU, the tensors move, in place, and need
-    twice their memory meanwhile; no request may run. Raises `GeometryError` before the move, or
-    `SegmentError`.
+    twice their memory meanwhile; no request may run. A `GeometryError` comes before the move.
     """
     modules = vllm_config.compilation_config.static_forward_context
     views: dict[tuple[int, str], torch.Tensor] = {}
@@ -66,10 +64,7 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
 
 
 class LayerProbe:
-    """One layer, and scratch blocks like those of its ``cache``.
-
-    ``dtype`` is that of the model's rows, ``num_heads`` counts this rank's heads.
-    """
+    """``dtype`` is that of the model's rows, ``num_heads`` counts this rank's heads."""
 
     def __init__(
         self,
@@ -151,7 +146,7 @@ class LayerProbe:
             raise self._refusal(f"{type(impl).__name__} does not write it: {error}") from error
 
     def _write_latent(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows of MLA: the compressed KV, then the rotated part of K."""
+        """Rows of MLA have the compressed KV, then the rotated part of K."""
         rank = self._layer.kv_lora_rank
         self._layer.impl.do_kv_cache_update(
             rows[:, 0, :rank].contiguous(),
