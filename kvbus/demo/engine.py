@@ -1,8 +1,6 @@
-"""Engines of the demo, one process each: a model, and an engine with its cache.
+"""Engines of the demo, one process each: ``python -m kvbus.demo.engine SETUP``.
 
-Blocks are used only after their fetch completed, and reused only when no transfer can touch them.
-
-    python -m kvbus.demo.engine SETUP    at the agent of SETUP, with its role
+Blocks are used after their fetch completed, and reused when no transfer can touch them.
 """
 
 import contextlib
@@ -39,10 +37,7 @@ class Pass(NamedTuple):
 
 
 class DemoEngine:
-    """Engine with one public coroutine for each request of its side.
-
-    Requests take turns on one device.
-    """
+    """Engine with one public coroutine for each request. Requests take turns on one device."""
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
         self._setup, self._engine, self._tasks = setup, engine, tasks
@@ -79,7 +74,6 @@ class DemoEngine:
         return offered.ticket
 
     async def compute(self, request_id: str) -> Step:
-        """Compute the rest of the prompt; return the first step of its output."""
         offered, tables, passes, whole = self._prefills.pop(request_id)
         try:
             step = whole.step if whole else await _extend(offered, passes)
@@ -98,7 +92,7 @@ class DemoEngine:
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
     ) -> Taken:
-        """Fetch the KV of ``num_tokens`` tokens, into blocks with room for ``num_new`` more.
+        """Fetch ``num_tokens`` tokens, into blocks with room for ``num_new`` more.
 
         Positions before a sliding window get no blocks.
         """
@@ -128,7 +122,6 @@ class DemoEngine:
         return taken
 
     async def generate(self, request_id: str, token: int, num_new: int) -> list[Step]:
-        """Return the steps after ``token``, the first of the output."""
         generation, num_tokens = self._fetched.pop(request_id)
         steps = list[Step]()
         if self._flips_left:

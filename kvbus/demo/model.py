@@ -1,19 +1,12 @@
 """Small Llama-style transformer, its paged KV cache, and greedy generation.
 
-Requests are not batched, so no request changes the result of another.
+It computes in float64 on one thread, without batches, and reads all KV back from the cache. So the
+logits are bit-identical whether KV was computed here or copied, for any block ids, strides and
+parallelism. Rounding to float32 hides the order of sums, but no flipped bit of a 16-bit cache.
 
-It computes in float64 on one thread, and reads all KV back from the cache. So the logits are
-bit-identical whether KV was computed here or copied, and for any block ids, strides, tensor and
-pipeline parallelism. Rounding to float32 hides the order of sums. Over a few steps, it hides no
-flipped bit of a 16-bit cache.
-
-The weights come from a seed. They are not trained: it is enough that every byte of the cache
-affects the output.
-
-Unlike in a real engine, K is cached without its RoPE and rotated when it is read. Attention ignores
-the order of its context: if a handoff swapped two blocks with their rotation, nothing would change.
-Rotated by its position, a misplaced K is detected. With MLA the cache holds one latent for all
-heads, from which K and V are computed.
+The weights come from a seed: every byte of the cache affects the output. K is cached without its
+RoPE and rotated when it is read, so that a misplaced block is detected. With MLA the cache holds
+one latent for all heads.
 
 Axes
     token         tokens of this step, by position
@@ -69,10 +62,7 @@ LayerViews = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PagedKV:
-    """KV cache of one engine: ``views[rank][layer][part]``.
-
-    Values are cast to the cache's dtype when written.
-    """
+    """KV cache of one engine, ``views[rank][layer][part]``; writing casts to its dtype."""
 
     views: Sequence[Mapping[int, LayerViews]]
 
@@ -96,7 +86,6 @@ class PagedKV:
         return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
 
     def ranks_of(self, layer: int) -> Sequence[LayerViews]:
-        """By tensor parallel rank."""
         return [layers[layer] for layers in self.views if layer in layers]
 
     def write(self, layer: int, table: BlockTable, *, start: int, parts: LayerViews) -> None:
@@ -113,8 +102,8 @@ class PagedKV:
     ) -> dict[str, Tensor]:
         """Return the parts that each query head reads, contiguous [query_head, token, dim].
 
-        ``num_heads`` are the model's query heads and KV heads. Shapes, and so later bits, do not
-        depend on tensor parallelism.
+        ``num_heads`` are the model's query heads and KV heads. Later bits depend on no tensor
+        parallelism.
         """
         ranks = [
             {part: view[slots(table, view, start, stop)] for part, view in views.items()}
@@ -130,7 +119,7 @@ class PagedKV:
 def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
     """Return (rank, number among the rank's heads) of the KV head of each query head.
 
-    Ranks with the same KV head share its query heads evenly, so that each copy is read.
+    Ranks with the same KV head share its query heads, so that each copy is read.
     """
     copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
     for rank in range(tp):
@@ -152,11 +141,7 @@ Weights = Mapping[str, Tensor]
 
 
 class Transformer:
-    """Model whose KV an engine of ``spec`` caches.
-
-    The default has 25 MB of weights and takes milliseconds on one core. The number of query heads
-    is a multiple of the KV heads, and enough for `MAX_TP` ranks.
-    """
+    """Model whose KV an engine of ``spec`` caches. Query heads suffice for `MAX_TP` ranks."""
 
     def __init__(
         self,
@@ -207,8 +192,7 @@ class Transformer:
     ) -> Tensor:
         """Compute and cache the KV of ``tokens``; return the last logits: [vocab], float32.
 
-        ``start`` is the position of the first token. The cache must hold the KV before it, from an
-        earlier call (chunked prefill) or a handoff.
+        The cache must hold the KV before ``start``, the position of the first token.
         """
         torch.set_num_threads(1)  # otherwise sums depend on the number of threads
         x = self.embedding[torch.tensor(tokens)]
@@ -251,10 +235,7 @@ class Generation:
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
     ) -> Iterator[tuple[int, Step]]:
-        """Prefill in passes of ``tokens_per_pass`` (chunked prefill), or in one.
-
-        Yields the number of cached tokens, and the next token.
-        """
+        """Yield the number of cached tokens, and the next token, after each pass."""
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
             tokens = prompt[start : start + stride]
@@ -284,7 +265,7 @@ def generate_alone(
     *,
     tokens_per_pass: int | None = None,
 ) -> list[Step]:
-    """Return the reference, of one engine with its own cache: at least one token.
+    """Return the reference, of one engine with its own cache.
 
     ``tokens_per_pass`` must be that of the compared prefill: another order of sums can change a
     digest.
@@ -324,7 +305,6 @@ def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) ->
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Scale each vector of [..., hidden] to a root mean square of one."""
     return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 

@@ -35,11 +35,7 @@ BUILT_IN = (
 
 
 class SideWords(EngineWords, kw_only=True):
-    """Words of one engine.
-
-    With a ``ring``, no agent maps the cache, like device memory. KV passes through host blocks,
-    whose share of the cache is ``ring``.
-    """
+    """With a ``ring``, no agent maps the cache: KV passes through host blocks, whose share it is."""
 
     tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
     pp: Annotated[int, Meta(ge=1, le=NUM_LAYERS)] = 1
@@ -68,7 +64,7 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """One run. Requests take the prompts in turn. Raises `ConfigError`."""
+    """Requests take the prompts in turn. Raises `ConfigError`."""
 
     requests: Annotated[int, _number(RUN, 1, 100_000, "How many to serve.")] = 12
     concurrency: Annotated[int, _number(RUN, 1, 256, "How many at a time.")] = 4
@@ -157,18 +153,14 @@ class DemoOptions:
 
 
 class Step(Struct, frozen=True):
-    """Generated token. ``digest`` is the blake2b of its float32 logits: it shows smaller errors."""
+    """Generated token; ``digest`` is the blake2b of its float32 logits."""
 
     token: int
     digest: str
 
 
 class EngineSetup(Struct, frozen=True, kw_only=True):
-    """Setup of an engine. ``flip_one_byte`` injects a fault, as a negative control.
-
-    Blocks are by group. A prefill engine computes ``prefill_chunk`` tokens (None: all) before it
-    offers them.
-    """
+    """Blocks are by group. A prefill engine computes ``prefill_chunk`` tokens (None: all) at first."""
 
     attach_path: str
     spec: EngineSpec

@@ -1,7 +1,4 @@
-"""Results of the demo, as text and JSON.
-
-Outputs are equal if their tokens and the digests of all logits are.
-"""
+"""Results of the demo, as text and JSON. Equal outputs have equal tokens and logits."""
 
 import sys
 from collections import Counter
@@ -21,10 +18,7 @@ from kvbus.text import printable
 
 @dataclass(slots=True)
 class Served:
-    """One request with the engines' responses.
-
-    ``first`` is the prefill engine's step, ``steps`` are the decode engine's.
-    """
+    """One request. ``first`` is the prefill engine's step, ``steps`` are the decode engine's."""
 
     request_id: str
     prompt: str
@@ -38,8 +32,8 @@ class Served:
 class DemoReport:
     """State of a run.
 
-    ``alone`` has the steps of the model run alone, by prompt. ``leaks`` is the number of blocks in
-    use at the end; None until counted. ``ended_by`` is the signal that ended the run.
+    ``alone`` has the steps of the model run alone, by prompt. ``leaks`` counts the blocks in use at
+    the end. ``ended_by`` is the signal that ended the run.
     """
 
     options: DemoOptions

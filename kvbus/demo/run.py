@@ -1,7 +1,6 @@
 """The command ``kvbus demo``: two agents, two engines, and requests that pass through both.
 
-The command runs the model alone itself. A run always reports its results so far. A signal ends the
-run, but never its clean-up.
+It always reports its results so far. A signal ends the run, but not its clean-up.
 """
 
 import signal
@@ -156,7 +155,7 @@ class Run:
         )
 
     def _engine(self, role: str, attach: Path) -> AbstractAsyncContextManager[EngineChild]:
-        """Start an engine. Its cache fits ``concurrency`` requests, so that blocks are reused."""
+        """Its cache fits ``concurrency`` requests, so that blocks are reused."""
         options, words = self.options, self.options.sides[role]
         spec = options.spec(f"{role}-{self._id}", words)
         num_new = options.max_new_tokens if role == "decode" else 0

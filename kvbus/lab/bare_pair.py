@@ -1,9 +1,8 @@
-"""A bare NIXL process that lends its memory or reads another one's, without the rest of kvbus.
+"""A bare NIXL process that lends its memory or reads another one's.
 
     python -m kvbus.lab.bare_pair SIZE ROWS.npz
 
-The tool requests `lend` and `drive` from one process while the other reads. The reader posts all
-descriptors together and spins until they are done.
+One process lends and drives NIXL while the other posts all descriptors together and spins.
 """
 
 import mmap
@@ -33,7 +32,7 @@ WORD_BYTES = 8
 LONG_BYTES = 8 << 20
 """One slice, as agents post it."""
 NUM_PLACES = 4
-"""Number of long descriptors in rotation: their total size exceeds most CPU caches, as KV does."""
+"""Their total size exceeds most CPU caches, as KV does."""
 LEAST_READS, MOST_READS, MEASURE_S = 8, 64, 0.4
 
 
@@ -43,9 +42,8 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 
 class BareAgent:
-    """One NIXL agent with its own memory; ``rows`` are the descriptors for `read`.
-
-    A lending agent drives NIXL in a thread, except between `rest` and `drive`.
+    """``rows`` are the descriptors for `read`. A thread drives NIXL, except between `rest` and
+    `drive`.
     """
 
     def __init__(

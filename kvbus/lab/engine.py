@@ -1,7 +1,6 @@
 """An engine of any shape in this process: a link with its agent, the ranks' caches, and blocks.
 
-If no agent can map the caches, as on a device, KV passes through a ring of host blocks. The calls
-are the same.
+If no agent can map the caches, as on a device, KV passes through a ring of host blocks.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ Tables = Mapping[str, BlockTable]
 
 
 class BlockPool(HostPool):
-    """The blocks of an engine's caches, by group; each request gets a random selection."""
+    """The blocks of an engine's caches; each request gets a random selection."""
 
     def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
         super().__init__(num_blocks)
@@ -66,10 +65,9 @@ class BlockPool(HostPool):
 class Engine:
     """All ``ranks`` of an engine and its scheduler, attached to one agent within ``async with``.
 
-    ``num_blocks`` gives the size of the caches, by group. With ``ring_blocks`` the caches are
-    private to this process, and the agent maps a ring with this many host blocks of each group.
-    ``copy_of`` makes the function that copies between the two. A fetch or offer waits up to
-    ``wait_s`` for room in the ring. ``options`` are passed to the link.
+    With ``ring_blocks`` the caches are private, and the agent maps a ring with this many host
+    blocks of each group. ``copy_of`` makes the function that copies between the two. A fetch or
+    offer waits up to ``wait_s`` for room in the ring.
     """
 
     link_type: ClassVar[type[Link]] = Link
@@ -191,7 +189,6 @@ class Engine:
         block_ids: BlockIds,
         **options: Any,
     ) -> "Taking":
-        """Fetch as `Link.fetch` does, through the ring if there is one."""
         began_s = time.monotonic()
         options |= {"num_tokens": num_tokens, "block_ids": block_ids}
         if self.host is None:
@@ -202,8 +199,8 @@ class Engine:
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
         """Wait until no offer is live and no block is held, or nothing changes for ``stall_s``.
 
-        Return two `time.monotonic` times of each offer that ended since the last call: when its
-        last tokens were ready, and when its blocks were released.
+        Return two `time.monotonic` times of each offer that ended since the last call: its last
+        tokens were ready, its blocks were released.
         """
         num_before, num_left = -1, self._num_left
         while num_left and num_left != num_before:
@@ -229,7 +226,7 @@ class Engine:
 
 
 class Offered:
-    """One offer of an `Engine`; ``ready_s`` is when its last tokens were ready."""
+    """``ready_s`` is when its last tokens were ready."""
 
     def __init__(self, offer: Offer | HostOffer, ready_s: float) -> None:
         self.offer, self.ticket, self.ready_s = offer, offer.ticket, ready_s
@@ -246,10 +243,7 @@ class Offered:
         return self.offer.ended
 
     async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
-        """Add tokens in new blocks, so that ``num_tokens`` are ready in total.
-
-        With a ring, they are copied into it, and changed states are copied again.
-        """
+        """Add tokens in new blocks, so that ``num_tokens`` are ready in total."""
         self.ready_s = time.monotonic()
         if isinstance(self.offer, HostOffer):
             given = {name: ids for name, ids in block_ids.items() if np.size(ids)}
@@ -269,7 +263,7 @@ class Offered:
             await self.offer.ended
 
     async def withdraw(self) -> None:
-        """Withdraw the offer; returns when the engine owns the blocks again."""
+        """Return when the engine owns the blocks again."""
         with suppress(KVBusError):  # it has already ended, or the agent has
             await self.offer.withdraw()
             await self.offer.ended
@@ -281,7 +275,7 @@ async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
 
 
 class Taking:
-    """A fetch of an `Engine` that records its end before any waiting task continues."""
+    """A fetch that records its end before any waiting task continues."""
 
     def __init__(self, fetch: Fetch | HostFetch, began_s: float) -> None:
         self.fetch, self._began_s, self._ended_s = fetch, began_s, began_s
@@ -305,8 +299,6 @@ def private_cache(
 
 
 def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
-    """Return a function that copies between caches and ring, as a device would."""
-
     def copy(blocks: BlockCopy, ring: torch.Tensor, direction: Direction) -> None:
         ids, (start, stop) = torch.from_numpy(blocks.ids.astype(np.int64)), blocks.slots
         for number, layer in enumerate(blocks.layers):

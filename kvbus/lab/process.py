@@ -3,8 +3,7 @@
     tool ──{"id": 7, "do": "offer", "with": {…}}──▶ process of engines
     tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
 
-Messages are lines of JSON on a Unix socket, which is the stdin of the process. Each question gets
-one answer, in any order. The process ends when the tool closes the socket.
+Replies come in any order. The process ends when the tool closes the socket, its stdin.
 """
 
 import asyncio
@@ -63,8 +62,8 @@ class EngineChild:
     async def ask(self, kind: type[T], do: str, **given: Any) -> T:
         """Return the reply, decoded as ``kind``.
 
-        Raises `RequestRefused` with the code and message of the error in the child. If the process
-        ends, the block of `engine_process` is cancelled.
+        Raises `RequestRefused` for an error in the child. If the process ends, the block of
+        `engine_process` is cancelled.
         """
         self._num_asked += 1
         question = Question(self._num_asked, do, given)
@@ -96,8 +95,8 @@ async def engine_process(
 ) -> AsyncIterator[EngineChild]:
     """Run ``python -m module``, which calls `serve`, until the block ends.
 
-    ``env`` is added to the environment. Raises `PeerLost` in the block if the process ends early,
-    and after it if the process fails or does not end.
+    Raises `PeerLost` in the block if the process ends early, and after it if the process fails or
+    does not end.
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -1,1 +1,1 @@
-"""The command ``kvbus status``: current state of agents, and events of one agent."""
+"""The command ``kvbus status``."""

@@ -1,7 +1,4 @@
-"""The command ``kvbus status``: queries agents once or periodically, or follows one agent's events.
-
-With ``--events`` it prints each event, and each gap, as a line of JSON.
-"""
+"""The command ``kvbus status``: state of agents, once or periodically, or events of one agent."""
 
 import fnmatch
 import http.client
@@ -54,7 +51,7 @@ NAMES = [name for name in EVENTS if name != Heartbeat.op]
 IDS = ("request_id", "offer_id", "fetch_id")
 ANSWER_S, RETRY_S = 3.0, 1.0
 SILENCE_S = 10.0
-"""Longer than several heartbeats of an agent with the default configuration."""
+"""Longer than several heartbeats of an agent."""
 TRUSTED = "our key trusted as observer, router or decode"
 
 
@@ -111,7 +108,6 @@ class StatusOptions:
 
     @property
     def peer(self) -> str:
-        """The one peer address; empty for HTTP ports."""
         named = self.addresses or []
         return named[0] if len(named) == 1 and named[0].startswith("tcp://") else ""
 
@@ -212,7 +208,7 @@ class HttpAgent:
 
 
 def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
-    """Print the state of the agents. Ends the process with an error if no agent answers."""
+    """Ends the process with an error if no agent answers."""
 
     def look() -> dict[str, View]:
         urls = [agent.url for agent in agents]
@@ -265,9 +261,9 @@ def _topics_of(only: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Lines(EventListener):
-    """A writer of event lines; ``left`` counts the events still to print, below 0 without limit.
+    """``left`` counts the events still to print, below 0 without limit.
 
-    ``heard`` has the topics with events so far: earlier losses are not gaps.
+    Losses in a topic before its first event are not gaps.
     """
 
     agent: str
@@ -309,7 +305,7 @@ class Lines(EventListener):
 async def _follow(
     peer: str, curve: ClientCurve | None, topics: list[str], request: str, count: int
 ) -> None:
-    """Print events of the agent at ``peer`` until ``count`` have arrived; 0 means no limit.
+    """Print events until ``count`` have arrived; 0 means no limit.
 
     Raises `KVBusError` if the agent refuses the status or the events.
     """

@@ -1,4 +1,4 @@
-"""A table of the state of agents: one column for each agent, one row for each value."""
+"""A table of the state of agents: a column for each agent, a row for each value."""
 
 import math
 import re
@@ -21,7 +21,7 @@ _STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Two samples of an agent; ``before`` is None at first. Unknown values are None."""
+    """``before`` is None at first. Unknown values are None."""
 
     now: Live
     before: Live | None = None
@@ -34,18 +34,12 @@ class Between:
         return self.now.now_s - self.before.now_s
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """Return the growth of a counter per second, summed over all other labels.
-
-        A counter has no sample for labels that it never counted.
-        """
+        """Return a counter's growth per second, summed over all other labels; 0 without samples."""
         grown = sum(value for _, value in self._grown(name, labels))
         return max(0.0, grown) / self.seconds if self.seconds else None
 
     def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
-        """Return the p50 and p99, in seconds, of a histogram's growth.
-
-        With one sample, the whole histogram counts.
-        """
+        """Return the p50 and p99, in seconds, of a histogram's growth, or of all with one sample."""
         counts: dict[float, float] = {}
         for key, value in self._grown(f"{name}_bucket", labels):
             if bound := _LE.search(key):
