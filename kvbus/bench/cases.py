@@ -1,7 +1,6 @@
 """Cases of ``kvbus bench``, each measured alternately with its limit.
 
-The limit is a bare NIXL READ for network transfers, a memcpy for mapped memory, and `floor` for
-small handoffs.
+The limit is a bare NIXL READ, a memcpy for mapped memory, or `floor` for small handoffs.
 """
 
 import asyncio
@@ -83,10 +82,7 @@ async def measure_transfer(
     of_raw: float,
     unmapped: float,
 ) -> list[Figure]:
-    """Measure a bare READ, a handoff, and a handoff without mapped memory.
-
-    ``of_raw`` and ``unmapped`` are the handoffs' targets, relative to the READ's speed.
-    """
+    """``of_raw`` and ``unmapped`` are targets, relative to the READ's speed."""
     tables = blocks(scale.count(NUM_BYTES // shape.block_bytes), shape)
     rows, size_bytes = direct_descriptors(shape, shape, tables)
     num_blocks = tables.capacities[0]
@@ -124,10 +120,7 @@ async def measure_transfer(
 async def measure_reshape(
     bench: Bench, scale: Scale, *, source: Shape, target: Shape, packed: float | None = None
 ) -> list[Figure]:
-    """Measure 64 MiB in scattered blocks: all runs by READ, each path, and equal engines.
-
-    ``packed`` is a target, relative to the READ's speed.
-    """
+    """``packed`` is a target, relative to the READ's speed."""
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block)
     tables = scattered_tokens(source, target, num_tokens)
     num_source, num_target = tables.capacities
@@ -176,7 +169,7 @@ def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure the fixed cost: one block, after the release of the one before."""
+    """Measure one block, after the release of the one before."""
     pair = await bench.pair(SMALL, 2)
     await pair.verify(contiguous(1))
     async with floor(bench.folder) as bare:
@@ -198,7 +191,6 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs, 64 at a time, and their CPU time."""
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     taken_at: list[tuple[float, float]] = []
@@ -252,7 +244,6 @@ async def _fetch_blocks(
 
 
 async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs while 1 GiB is in flight."""
     num_blocks = scale.count(LARGE_BLOCKS)
     parts = [
         scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
@@ -264,7 +255,6 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
-    """Measure one-block handoffs beside a fetch of 4 contiguous GiB."""
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
         found = await _measure_beside(
@@ -284,10 +274,7 @@ async def _measure_beside(
     label: str = "",
     one_block_ms: float | None = None,
 ) -> list[Figure]:
-    """Measure one-block handoffs and loop lags while ``parts`` are fetched.
-
-    ``lag_ms`` and ``one_block_ms`` are targets.
-    """
+    """``lag_ms`` and ``one_block_ms`` are targets."""
     small_s, large_s = list[float](), list[float]()
     num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
     large = await bench.pair(BIG, num_blocks, label=label)
@@ -330,13 +317,13 @@ class LoopLags:
         self._due_s = time.perf_counter() + LOAD_S
 
     def look_when_due(self) -> None:
-        """Read the largest lags; agents report those of the last 15 s only."""
+        """Agents report the largest lag of the last 15 s only."""
         if (now := time.perf_counter()) >= self._due_s:
             self._due_s = now + LOOK_S
             self._look()
 
     async def figures(self, most_ms: Mapping[str, float]) -> list[Figure]:
-        """Wait until all agents have reported. ``most_ms`` has targets of ``p99`` and ``max``."""
+        """Wait until all agents have reported. ``most_ms`` has targets."""
         lags = self._counts()
         while not all(any(counts.values()) for counts in lags.values()):
             await anyio.sleep(0.1)
@@ -395,7 +382,7 @@ CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
 
 
 def run_cases(names: Sequence[str], scale: Scale, sheet: Sheet) -> None:
-    """Raises `KVBusError`, alone or in groups, if a handoff fails."""
+    """Raises `KVBusError`, alone or in groups."""
     with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as folder:
         anyio.run(_run, names, scale, sheet, Path(folder))
 

@@ -1,11 +1,7 @@
-"""Engines of the benchmark: caches full of a pattern.
+"""Engines of the benchmark: ``python -m kvbus.bench.engine ATTACH_SOCKET``.
 
-The comparison uses only views and block ids, not the planner.
-
-    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, controlled by the tool
-
-Axes: block, slot and head of the rank's cache; word is 8 bytes of a head, or of a block. Heads have
-their numbers in the model.
+Their caches are full of a pattern. The comparison uses views and block ids, not the planner. A word
+is 8 bytes of a head, or of a block; heads have their numbers in the model.
 """
 
 import asyncio
@@ -56,13 +52,13 @@ def _shape(text: str) -> Shape:
 
 
 BIG = _shape("layers=4 kv_heads=8 cross_layer=true")
-"""One run of 256 KiB a block."""
+"""256 KiB a block, in one run."""
 
 LAYERED = _shape("layers=16 kv_heads=2")
-"""16 runs of 16 KiB a block."""
+"""256 KiB a block, in 16 runs."""
 
 SMALL = _shape("layers=4 kv_heads=2 cross_layer=true")
-"""One run of 64 KiB a block."""
+"""64 KiB a block, in one run."""
 
 NHD_1 = _shape("layers=16 kv_heads=8")
 NHD_2 = _shape("layers=16 kv_heads=8 tp=2")
@@ -71,8 +67,6 @@ HND_1 = _shape("layers=16 kv_heads=8 layout=HND")
 
 @dataclass(frozen=True, slots=True)
 class PairedBlocks:
-    """Blocks of one request, in order of position."""
-
     prefill: Blocks
     decode: Blocks
     num_tokens: int
@@ -100,7 +94,7 @@ def scattered(
 def scattered_tokens(
     source: Shape, target: Shape, num_tokens: int, *, first_block: int = 0, seed: int = 0
 ) -> PairedBlocks:
-    """Like `scattered`, for shapes with different block sizes."""
+    """Like `scattered`, for different block sizes."""
     rng = np.random.default_rng(seed)
     prefill, decode = (
         rng.permutation(first_block + 2 * np.arange(num_blocks_for(num_tokens, shape.block)))
@@ -136,8 +130,6 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class BenchEngine(Engine):
-    """Engine whose cache, in the prefill role, is full of the pattern."""
-
     def __init__(
         self,
         attach_path: str | Path,
@@ -210,7 +202,7 @@ class BenchEngine(Engine):
         return in_huge_pages / sum(one.nbytes() for one in storages)
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield number, heads and words [block, slot, head, word] of each part of a layer."""
+        """Yield number, heads and words [block, slot, head, word] of each part."""
         for cache in self.caches:
             for region in cache.rank.regions:
                 heads = torch.arange(region.first_head, region.first_head + region.num_heads)
@@ -219,7 +211,7 @@ class BenchEngine(Engine):
 
 
 def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: int) -> Tensor:
-    """Return the content [..., head, word] of these slots. All words of a model differ."""
+    """Return [..., head, word]. All words of a model differ."""
     rows = ((number << 24 | blocks) << 8 | slots)[..., None, None]
     numbers = rows << 16 | heads[:, None] << 8 | torch.arange(num)
     return numbers.add_(1).mul_(_FACTOR)

@@ -38,8 +38,6 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Value of a case, and its target, if any."""
-
     name: str
     value: float
     unit: str = ""
@@ -85,7 +83,6 @@ STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing"
 
 
 def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
-    """Return medians of the agent's non-zero stages, and the rest."""
     by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
     by_stage = [*zip(*by_fetch, strict=True), outside]
@@ -99,7 +96,6 @@ def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
 def percentiles(
     name: str, seconds: Sequence[float], *, most_p50: float | None = None, most: float | None = None
 ) -> list[Figure]:
-    """Return the median, and p99 if there are enough samples."""
     tail_s = p99(seconds)
     found = [milliseconds(f"{name} p50", quantile(seconds, 0.5), most=most_p50)]
     return found if tail_s is None else [*found, milliseconds(f"{name} p99", tail_s, most=most)]

@@ -1,9 +1,7 @@
-"""Lower bound of a small handoff: four bare processes that only exchange its messages.
+"""Lower bound of a small handoff: four bare processes, with asyncio, pyzmq and msgspec only.
 
-    decode engine ─fetch──▶ decode agent ─commit──▶ prefill agent ─released─▶ prefill engine
-                  ◀fetched─              ◀commits─
-
-Each uses only asyncio, pyzmq and msgspec, for as many fields as a handoff has.
+decode engine ─fetch──▶ decode agent ─commit──▶ prefill agent ─released─▶ prefill engine
+              ◀fetched─              ◀commits─
 
     python -m kvbus.bench.floor FOLDER    one of the others, as requested on stdin
 """
@@ -117,8 +115,6 @@ async def be(folder: Path) -> None:
 
 
 class Floor(Ends):
-    """The bare processes; this process is the decode engine."""
-
     def __init__(self, folder: Path, agents: list[EngineChild]) -> None:
         super().__init__(folder)
         self._agents = agents

@@ -23,7 +23,7 @@ from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port
 
 UNMAPPED = "unmapped"
-"""Decode agent that reads as if its peer were on another machine, but over shared memory."""
+"""It reads as if its peer were on another machine, but over shared memory."""
 READERS: Mapping[str, Mapping[str, str | bool]] = {
     UNMAPPED: {"mapped": False},
     **{path: {"path": path} for path in ("mapped", "direct", "staged", "packed")},
@@ -40,11 +40,10 @@ class BenchAgent:
     metrics_port: int
 
     def lag_counts(self) -> dict[float, float]:
-        """Cumulative counts by upper bound in seconds."""
         return {float(le): count for le, count in self._metric(LAG_BUCKET, label="le").items()}
 
     def largest_lag_s(self) -> float:
-        """The largest event-loop lag of the last 15 s."""
+        """Agents report the largest lag of the last 15 s."""
         return self._metric(LARGEST_LAG)[""]
 
     def _metric(self, name: str, *, label: str = "") -> dict[str, float]:
@@ -64,7 +63,7 @@ class BenchAgent:
 def agent(
     role: str, folder: Path, *, label: str = "default", settings: Settings = DEFAULTS
 ) -> Iterator[BenchAgent]:
-    """Start an agent below ``folder``. ``label`` must be unique for each role."""
+    """``label`` must be unique for each role."""
     port, home = free_port(), folder / label
     home.mkdir(mode=0o700, exist_ok=True)
     page = {"agent_id": f"{role}-{label}", "http_bind": f"127.0.0.1:{port}"}
@@ -111,7 +110,7 @@ class Pair:
     released_s: list[float] = field(default_factory=list)
 
     async def hand_off(self, tables: PairedBlocks) -> Taken:
-        """Offer and fetch; only the fetch is timed. Raises `FetchFailed`."""
+        """Only the fetch is timed. Raises `FetchFailed`."""
         (ticket,) = await self.source.offer(tables)
         return await self.reader.take(ticket, tables)
 
@@ -140,7 +139,7 @@ class Bench:
     stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """Objects of the current case, closed with it."""
+    """Objects of the current case."""
 
     def decode_agent(self, label: str = "") -> BenchAgent:
         if not label:
@@ -160,7 +159,7 @@ class Bench:
     async def pair(
         self, shape: Shape, num_blocks: int, *, source: BenchSource | None = None, label: str = ""
     ) -> Pair:
-        """Open a decode engine; it reads ``source``, or a new engine like itself."""
+        """Without ``source``, the engine reads a new one like itself."""
         path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"
         engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
         source = source or await self.source(shape, num_blocks)
@@ -192,7 +191,6 @@ class Bench:
 async def running(
     folder: Path, settings: Mapping[str, Settings] = MappingProxyType({})
 ) -> AsyncIterator[Bench]:
-    """Start agents and the prefill engines' process, with ``settings`` by role."""
     with ExitStack() as stack:
         agents = {}
         for role in ("prefill", "decode"):

@@ -1,7 +1,4 @@
-"""The pipe ``kvbus bench-prefill | kvbus bench-decode``: lines of JSON, in place of a router.
-
-Neither end waits for ever: the writer detects the end of the reader, and the reader times out.
-"""
+"""The pipe ``kvbus bench-prefill | kvbus bench-decode``: lines of JSON, in place of a router."""
 
 import os
 import select
@@ -32,10 +29,7 @@ def write(message: msgspec.Struct) -> None:
 
 
 async def watch_reader() -> None:
-    """Raise `PeerLost` when the reader has closed stdout.
-
-    Returns if stdout is a file. Raises `ConfigError` at a terminal.
-    """
+    """Raise `PeerLost` when the reader has closed stdout, and `ConfigError` at a terminal."""
     if sys.stdout is None or sys.stdout.isatty():
         raise ConfigError(f"stdout is no pipe: {HOW} (over ssh without -t)")
     with select.epoll() as hang_ups:  # readable after a hang-up
@@ -51,8 +45,7 @@ async def watch_reader() -> None:
 async def read(kind: type[M]) -> AsyncIterator[M]:
     """Yield the messages on stdin without end: the caller knows the last.
 
-    Raises `ConfigError` at a terminal and for an invalid line, `PeerLost` when stdin ends, and
-    `RequestTimeout` after `NEXT_WITHIN_S`.
+    Raises `ConfigError` at a terminal and for an invalid line, `PeerLost`, or `RequestTimeout`.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(f"stdin is no pipe: {HOW}")
@@ -81,7 +74,7 @@ def _reader_gone() -> PeerLost:
 
 
 async def _lines(fd: int) -> AsyncIterator[bytes]:
-    """Yield whole lines. A blocked thread could not be stopped, so there is none."""
+    """Yield whole lines, without a thread: a blocked one could not be stopped."""
     buffer = b""
     while piece := await _read(fd):
         *whole, buffer = (buffer + piece).split(b"\n")

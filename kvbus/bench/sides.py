@@ -1,7 +1,6 @@
 """Handoffs between two running agents: ``kvbus bench-prefill | kvbus bench-decode``.
 
-The prefill side offers, prints the ticket, and continues after the read. So each side has one case
-in memory at a time.
+The prefill side continues after each read, so that a side has one case in memory at a time.
 """
 
 import uuid
@@ -85,10 +84,7 @@ def _engine(attach_path: Path, shape: Shape, num_blocks: int, role: AgentRole) -
 
 
 async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
-    """Offer the handoffs of all cases in turn.
-
-    Raises `RequestTimeout` if an offer is not read, `PeerLost` if the reader or the agent ends.
-    """
+    """Raises `RequestTimeout` if an offer is not read, `PeerLost` if reader or agent ends."""
     left = sum(case.num_handoffs(rounds) for case in CASES.values())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pipe.watch_reader)
@@ -124,10 +120,7 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHa
 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> int:
-    """Fetch the handoffs from stdin, show the figures, and return the number of handoffs.
-
-    Raises `KVBusError` if a handoff fails or brings wrong bytes.
-    """
+    """Return the number of handoffs; raise `KVBusError` if one fails or brings wrong bytes."""
     lines, num_read = pipe.read(BenchHandoff), 0
     with waiting_for(f"a line of {pipe.WRITER}"):
         handoff = await anext(lines)

@@ -1,7 +1,6 @@
-"""Played agent: its two sockets, its default answers, its notices.
+"""Played agent: two sockets, default answers and notices, in one thread without an event loop.
 
-One thread without an event loop: everything runs inside `until`. It parses bytes itself, to check
-the documented protocol.
+It parses bytes itself, to check the documented protocol.
 """
 
 import fcntl
@@ -58,10 +57,7 @@ def refusal(code: str, message: str, **detail: str | int | float) -> Answer:
 
 
 class PlayedAgent:
-    """Agent with one role, and sockets in ``folder``.
-
-    In ``answering``, None as an answer means later. Scenes answer the operations in ``held``.
-    """
+    """In ``answering``, None as an answer means later. Scenes answer the operations in ``held``."""
 
     def __init__(self, folder: Path, engine: EngineCommand, role: AgentRole, book: Book) -> None:
         self.role, self.engine, self.book = role, engine, book
@@ -128,7 +124,6 @@ class PlayedAgent:
 
     @property
     def spec(self) -> EngineSpec | None:
-        """Engine as stated by the first registered session."""
         registered = (one.registered for one in self.sessions)
         return next((body.engine for body in registered if body), None)
 
@@ -186,7 +181,6 @@ class PlayedAgent:
         self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
 
     def reply(self, asked: EngineRequest, answer: Answer) -> None:
-        """Send the reply, with a field of no version."""
         asked.taken = True
         later = {"a_later_field": [1]}
         self._reply(asked.session.identity, asked.request_id, {**later, **answer})

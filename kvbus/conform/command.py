@@ -103,7 +103,6 @@ def exit_status_of(outcomes: Sequence[RuleOutcome]) -> int:
 
 
 def report_of(outcomes: Sequence[RuleOutcome]) -> str:
-    """Return the report; for an engine that did not start, only that failure."""
     lines = []
     is_tried = any(one.verdict is Verdict.PASSED for one in outcomes)
     for one in outcomes if is_tried else ():

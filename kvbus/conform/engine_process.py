@@ -34,7 +34,6 @@ class EngineCommand:
         return self._child is not None and self._child.is_alive
 
     def start(self) -> None:
-        """Raises `ConfigError` if the command cannot be started."""
         self._rest = b""
         self._child = Child.start(
             "engine", self._command, log=self._log, stdin=PIPE, stdout=PIPE, env=self._env
@@ -83,7 +82,6 @@ class EngineCommand:
         return bool(chunk)
 
     def told(self, word: str, name: int) -> list[str]:
-        """Return the rest of each line that begins with ``word`` and ``name``."""
         return [" ".join(line[2:]).strip() for line in self._lines if line[:2] == [word, str(name)]]
 
     def last_words(self) -> str:

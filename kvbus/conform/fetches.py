@@ -1,4 +1,4 @@
-"""Played decode agent: it checks the tables of fetches and writes into their blocks.
+"""Played decode agent: it checks fetches, and fills their blocks.
 
 It writes wrong numbers until a fetch is over, to detect early use and foreign writes.
 """
@@ -26,7 +26,7 @@ from kvbus.protocol.message import Message, to_body
 EARLY_S, NUM_SPOILT = 0.5, 3
 NUM_TOKENS = 20
 WRONG_BY = 89
-"""Offset of a job's name that makes every number wrong: not a multiple of 251."""
+"""Makes every number wrong: not a multiple of 251."""
 
 
 class FetchStage(EngineStage):
@@ -56,14 +56,12 @@ class FetchStage(EngineStage):
         return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
-        """With the same memory the agent's process may still write into the blocks."""
         super().lose(job, same_memory=same_memory)
         self.book.expect("fetch.lost_blocks", True)
         if same_memory:
             self._lost.append((self.agent.boot, job))
 
     def settle_lost(self, job: Job) -> bool:
-        """A lost fetch fails, or is repeated; then all KV is checked again."""
         self.wait(lambda: self.told_over(job) or job.again)
         return self.end_well(job) if job.again else bool(self.told_over(job))
 
@@ -93,7 +91,6 @@ class FetchStage(EngineStage):
         self.agent.reply(job.asked, {"ok": to_body(fetched)})
 
     def free(self, job: Job) -> None:
-        """Free the blocks, after checking that only this agent wrote into them."""
         self.check_untouched(job)
         job.over = True
         self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
@@ -190,7 +187,6 @@ def _common(one: Job, other: Job) -> str:
 
 
 def shapes(stage: FetchStage) -> None:
-    """Fetches from the first token, from within a block, over windows, and of nothing."""
     block, window = stage.block_size, stage.window
     wanted = (
         (0, 1),

@@ -1,7 +1,6 @@
-"""Access to the KV in an engine's memory by token position.
+"""KV in an engine's memory, by position: axes position, layer, part, head, dim, byte.
 
-KV arrays have the axes position, layer, part, head, dim, byte. Byte `i` of the row of one head,
-layer, part and position is
+Byte `i` of the row of one head, layer, part and position is
 
     (101 * NAME + 59 * layer + 37 * part + 7 * position + 23 * head + 3 * i) modulo 251
 
@@ -27,7 +26,6 @@ from kvbus.geometry import (
 
 Bytes = npt.NDArray[np.uint8]
 Segments = Mapping[str, mmap.mmap | None]
-"""None for GPU memory, which is not mapped."""
 _ORDER = (
     AxisName.BLOCK,
     AxisName.TOKEN,
@@ -41,7 +39,7 @@ _MODULUS = 251
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """Region of one rank: ``view`` has the axes block, token, layer, part, head, dim, byte."""
+    """``view`` has the axes block, token, layer, part, head, dim, byte."""
 
     rank: int
     group: GroupSpec

@@ -54,7 +54,6 @@ class OfferStage(EngineStage):
         return ended and once and self._is_right(job, tickets[0])
 
     def release(self, job: Job, outcome: Outcome) -> None:
-        """End an offer, after checking that its blocks are unchanged."""
         for kept in job.kept:
             now = kept.place.read(kept.table, kept.start, kept.start + len(kept.kv))
             wrong = kept.place.difference(now, kept.kv, kept.start)
@@ -214,14 +213,12 @@ def _share_blocks(one: Job, other: Job) -> bool:
 
 
 def sizes(stage: OfferStage) -> None:
-    """Sealed offers: one token, whole blocks, parts of blocks, none."""
     block = stage.block_size
     for num_tokens in (1, block - 1 or 1, block, 2 * block + 1, stage.window + 2 * block + 3, 0):
         stage.end_well(stage.taken(stage.begin(num_tokens)))
 
 
 def grows(stage: OfferStage) -> None:
-    """Open offers: from nothing, within a block, over several blocks."""
     block = stage.block_size
     for counts in ((0, 2, block + 1, block + 2, 3 * block), (block, 2 * block)):
         job = stage.taken(stage.begin(*counts))

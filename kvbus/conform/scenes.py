@@ -26,7 +26,6 @@ NUM_MANY = 5_000
 
 
 def late(stage: EngineStage) -> None:
-    """The reply is late, and the request must not be repeated."""
     job, asked = _held(stage)
     stage.agent.play(LATE_S)
     stage.agent.answer(asked)
@@ -36,7 +35,7 @@ def late(stage: EngineStage) -> None:
 
 
 def other_order(stage: EngineStage) -> None:
-    """The second of two concurrent requests is answered first, with a refusal."""
+    """The second of two concurrent requests is refused first."""
     with stage.agent.holding(stage.op):
         first, second = stage.begin(20), stage.begin(30)
         stage.agent.until(lambda: stage.requests(first) and stage.requests(second), CONCURRENT_S)
@@ -59,7 +58,6 @@ def other_order(stage: EngineStage) -> None:
 
 
 def unknown_code(stage: EngineStage) -> None:
-    """An unknown code fails its request and no other."""
     job, asked = _held(stage)
     stage.agent.refuse(asked, "moon_phase", phase=0.25)
     told = stage.wait(lambda: stage.engine.told("refused", job.name))
@@ -69,7 +67,6 @@ def unknown_code(stage: EngineStage) -> None:
 
 
 def busy(stage: EngineStage) -> None:
-    """A `busy` request is retried after `retry_after_s`, with a new id."""
     job, asked = _held(stage)
     refused_at = time.monotonic()
     stage.agent.refuse(asked, "busy", retry_after_s=RETRY_AFTER_S)
@@ -142,7 +139,6 @@ def _asked_once(stage: EngineStage, job: Job) -> None:
 
 
 def _begun(stage: EngineStage) -> Job:
-    """Begin a job with its ticket: an offer without one may go unreported."""
     job = stage.taken(stage.begin(20))
     if isinstance(stage, OfferStage):
         stage.wait(lambda: stage.engine.told("ticket", job.name))
@@ -151,10 +147,7 @@ def _begun(stage: EngineStage) -> Job:
 
 
 def _comes_back(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
-    """Check that the engine registers again. If it exits, restart it as a supervisor would.
-
-    ``files`` is the memory that the agent may still write into.
-    """
+    """Check that the engine registers again. If it exits, restart it as a supervisor would."""
     back = stage.registered()
     ended = not back and not stage.engine.is_alive
     if ended:
@@ -197,7 +190,6 @@ def play(
     only: Collection[str] = (),
     on_scene: Callable[[str], None] = lambda _: None,
 ) -> list[RuleOutcome]:
-    """Play scenes (all if ``only`` is empty). Raises `ConfigError` if the command cannot start."""
     book, kind = Book(), _STAGES[role]
     with tempfile.TemporaryDirectory(prefix="kvbus-conform-") as path:
         folder = Path(path)

@@ -21,8 +21,6 @@ _CLOEXEC = 0o2000000
 
 
 class EngineSession:
-    """Attach connection; ``boot`` is empty before `hello`."""
-
     def __init__(self, accepted: socket.socket) -> None:
         self.closed = False
         self.boot, self.identity = "", b""
@@ -51,7 +49,7 @@ class EngineSession:
     # byte of a message is read alone, and no read crosses a message's end. Descriptors that arrive
     # with any other read were not on the first byte.
     def read(self, book: Book) -> tuple[bytes, list[int]] | None:
-        """Read bytes of the current message. Return body and descriptors once complete.
+        """Return body and descriptors of the current message once complete.
 
         An oversized body is cut to one byte over the limit. The caller owns the descriptors.
         """
@@ -105,10 +103,7 @@ class EngineSession:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """Request of the engine; ``body`` is None if it could not be parsed.
-
-    ``taken`` means answered, or left to a scene.
-    """
+    """``body`` is None if it could not be parsed; ``taken`` means answered, or left to a scene."""
 
     session: EngineSession
     request_id: int

@@ -30,10 +30,10 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Offer of a prefill engine or fetch of a decode engine.
+    """An offer or a fetch; ``over`` means that the engine owns the blocks.
 
-    ``over`` means that the engine owns the blocks. A fetch's blocks hold the numbers of
-    ``written``. ``again`` marks a job that was repeated after its agent was lost.
+    A fetch's blocks hold the numbers of ``written``. ``again`` marks a job that was repeated after
+    its agent was lost.
     """
 
     name: int
@@ -74,11 +74,10 @@ def ticket_of(job: Job) -> dict[str, object]:
 
 
 class EngineStage(ABC):
-    """Stage of one role. ``patience_s`` limits one engine step, ``start_s`` registration."""
+    """``patience_s`` limits one engine step, ``start_s`` registration."""
 
     op: ClassVar[str]
     over_word: ClassVar[str]
-    """First word of the engine's line that a job is over."""
     rules: ClassVar[tuple[Rule, ...]]
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
@@ -114,7 +113,6 @@ class EngineStage(ABC):
 
     @property
     def block_size(self) -> int:
-        """Block size of the first group with more than one token in a block."""
         return next((group.block_size for group in self.groups if group.block_size > 1), 1)
 
     @property
@@ -123,12 +121,11 @@ class EngineStage(ABC):
         return max((group.window for group in self.groups if group.window), default=self.block_size)
 
     def num_blocks(self, group: str) -> int | None:
-        """Return the group's number of blocks; None if it is not mapped."""
+        """Return None if the group is not mapped."""
         views = [place.view for place in self.agent.places if place.group.name == group]
         return min((int(view.shape[0]) for view in views), default=None)
 
     def id_limit(self, group: str) -> int:
-        """Return the bound of the group's block ids; 2^32 if it is not mapped."""
         return self.num_blocks(group) or 2**32
 
     def wait(self, condition: Callable[[], object]) -> bool:
@@ -163,7 +160,6 @@ class EngineStage(ABC):
         return self.requests(job)[0]
 
     def taken(self, *jobs: Job) -> Job:
-        """Return the first job once all are requested, or end the scene."""
         self.wait(lambda: all(job.handoff_id for job in jobs))
         for job in jobs:
             self._require(job, bool(job.handoff_id))
