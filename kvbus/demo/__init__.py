@@ -1,4 +1,1 @@
-"""Demo: a small transformer with a paged KV cache, and two engines that hand requests off.
-
-It uses only the SDK, and torch only in the modules ``engine`` and ``model``.
-"""
+"""A small transformer and two engines that hand its requests off. They use only the SDK."""

@@ -1,7 +1,4 @@
-"""Engines of the demo, one process each: ``python -m kvbus.demo.engine SETUP``.
-
-Blocks are used after their fetch completed, and reused when no transfer can touch them.
-"""
+"""Engines of the demo, one process each: ``python -m kvbus.demo.engine SETUP``."""
 
 import contextlib
 import sys
@@ -29,15 +26,13 @@ T = TypeVar("T")
 
 
 class Pass(NamedTuple):
-    """Tokens so far, their new blocks by group, and the next token."""
-
     num_tokens: int
     block_ids: dict[str, list[int]]
     step: Step
 
 
 class DemoEngine:
-    """Engine with one public coroutine for each request. Requests take turns on one device."""
+    """Requests take turns on one device."""
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
         self._setup, self._engine, self._tasks = setup, engine, tasks
@@ -92,10 +87,7 @@ class DemoEngine:
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
     ) -> Taken:
-        """Fetch ``num_tokens`` tokens, into blocks with room for ``num_new`` more.
-
-        Positions before a sliding window get no blocks.
-        """
+        """Positions before a sliding window get no blocks."""
         size, wanted = self._block_size, {}
         for group in self._setup.spec.groups:
             first, _ = group.positions(0, num_tokens)
@@ -141,7 +133,6 @@ class DemoEngine:
         self._engine.blocks.give(tables)
 
     async def _passes(self, prompt: list[int], tables: Tables) -> AsyncIterator[Pass]:
-        """Yield after each pass, so that requests take turns on the device."""
         size, num_before, chunk = self._block_size, 0, self._setup.prefill_chunk
         passes = Generation(self._model, self._kv, tables).prefill(prompt, chunk)
         while (computed := await self._on_device(partial(next, passes, None))) is not None:

@@ -4,18 +4,14 @@ It computes in float64 on one thread, without batches, and reads all KV back fro
 logits are bit-identical whether KV was computed here or copied, for any block ids, strides and
 parallelism. Rounding to float32 hides the order of sums, but no flipped bit of a 16-bit cache.
 
-The weights come from a seed: every byte of the cache affects the output. K is cached without its
-RoPE and rotated when it is read, so that a misplaced block is detected. With MLA the cache holds
-one latent for all heads.
+K is cached without its RoPE and rotated when it is read, so that a misplaced block is detected.
 
 Axes
-    token         tokens of this step, by position
-    context       tokens of the request that this step's attend to, up to its last
-    query_head    query heads of the model
-    block, slot   blocks of a rank's cache, in any order; token slots of one
-    head          KV heads that the rank holds, or, of the model, all of them
-    dim           elements of a head, in the cache of a head or of the latent
-    hidden, vocab the residual stream, the logits
+    token, context  tokens of this step, and all that they attend to
+    query_head      query heads of the model
+    block, slot     blocks of a rank's cache, token slots of a block
+    head            KV heads of the rank, or of the model
+    dim             elements of a head, in the cache of a head or of the latent
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +58,7 @@ LayerViews = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PagedKV:
-    """KV cache of one engine, ``views[rank][layer][part]``; writing casts to its dtype."""
+    """``views[rank][layer][part]``; writing casts to the cache's dtype."""
 
     views: Sequence[Mapping[int, LayerViews]]
 
@@ -100,10 +96,9 @@ class PagedKV:
     def read(
         self, layer: int, table: BlockTable, *, start: int, stop: int, num_heads: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """Return the parts that each query head reads, contiguous [query_head, token, dim].
+        """Return parts by query head, contiguous [query_head, token, dim].
 
-        ``num_heads`` are the model's query heads and KV heads. Later bits depend on no tensor
-        parallelism.
+        Shapes, and so later bits, do not depend on tensor parallelism.
         """
         ranks = [
             {part: view[slots(table, view, start, stop)] for part, view in views.items()}
@@ -119,7 +114,7 @@ class PagedKV:
 def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
     """Return (rank, number among the rank's heads) of the KV head of each query head.
 
-    Ranks with the same KV head share its query heads, so that each copy is read.
+    Ranks share the query heads of a common KV head, so that each copy is read.
     """
     copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
     for rank in range(tp):
@@ -130,7 +125,7 @@ def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list
 
 
 def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return block and slot of each position, each [token]."""
+    """Return block and slot, each [token]."""
     block_size, positions = view.shape[1], torch.arange(start, stop)
     ids = torch.from_numpy(table.array().astype("int64"))
     return ids[positions // block_size - table.first_block], positions % block_size
@@ -141,8 +136,6 @@ Weights = Mapping[str, Tensor]
 
 
 class Transformer:
-    """Model whose KV an engine of ``spec`` caches. Query heads suffice for `MAX_TP` ranks."""
-
     def __init__(
         self,
         spec: EngineSpec,
@@ -190,9 +183,9 @@ class Transformer:
     def logits(
         self, tokens: Sequence[int], kv: PagedKV, tables: Tables, *, start: int = 0
     ) -> Tensor:
-        """Compute and cache the KV of ``tokens``; return the last logits: [vocab], float32.
+        """Cache the KV of ``tokens``; return the last logits: [vocab], float32.
 
-        The cache must hold the KV before ``start``, the position of the first token.
+        The cache must hold the KV before ``start``.
         """
         torch.set_num_threads(1)  # otherwise sums depend on the number of threads
         x = self.embedding[torch.tensor(tokens)]
@@ -235,7 +228,7 @@ class Generation:
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
     ) -> Iterator[tuple[int, Step]]:
-        """Yield the number of cached tokens, and the next token, after each pass."""
+        """Yield the number of cached tokens, and the next token."""
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
             tokens = prompt[start : start + stride]
@@ -253,7 +246,7 @@ class Generation:
 
 
 def greedy(logits: Tensor) -> Step:
-    """Return the most likely token; the lowest of equals."""
+    """Return the lowest of equally likely tokens."""
     digest = blake2b(logits.numpy().astype("<f4").tobytes(), digest_size=16)
     return Step(token=int(logits.argmax()), digest=digest.hexdigest())
 
@@ -265,11 +258,7 @@ def generate_alone(
     *,
     tokens_per_pass: int | None = None,
 ) -> list[Step]:
-    """Return the reference, of one engine with its own cache.
-
-    ``tokens_per_pass`` must be that of the compared prefill: another order of sums can change a
-    digest.
-    """
+    """``tokens_per_pass`` must be that of prefill: another order of sums can change a digest."""
     block_size = model.spec.groups[0].block_size
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
     table = BlockTable.of(range(num_blocks))
@@ -280,7 +269,7 @@ def generate_alone(
 
 
 def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tensor]:
-    """Return K and V of each query head, each [query_head, context, dim]."""
+    """Return K and V, each [query_head, context, dim]."""
     read = {part: cached.to(COMPUTE_DTYPE) for part, cached in parts.items()}
     if (latent := read.get(KvPart.LATENT)) is not None:
         num_heads, _, dim = latent.shape
@@ -292,7 +281,7 @@ def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tenso
 def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Return causal attention of ``query`` [query_head, token, dim] to [query_head, context, dim].
 
-    The tokens are the last of the context. Each attends to ``window`` tokens, itself included.
+    Each token attends to ``window`` tokens, itself included.
     """
     num_tokens, num_context = query.shape[1], k.shape[1]
     scores = query @ k.transpose(1, 2) / sqrt(query.shape[2])
@@ -309,5 +298,4 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def feed_forward(x: Tensor, weights: Weights) -> Tensor:
-    """SwiGLU: [token, hidden] → [token, hidden]."""
     return (functional.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]

@@ -35,7 +35,7 @@ BUILT_IN = (
 
 
 class SideWords(EngineWords, kw_only=True):
-    """With a ``ring``, no agent maps the cache: KV passes through host blocks, whose share it is."""
+    """``ring`` is the share of host blocks for a cache that no agent maps."""
 
     tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
     pp: Annotated[int, Meta(ge=1, le=NUM_LAYERS)] = 1
@@ -64,7 +64,7 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Requests take the prompts in turn. Raises `ConfigError`."""
+    """Raises `ConfigError`."""
 
     requests: Annotated[int, _number(RUN, 1, 100_000, "How many to serve.")] = 12
     concurrency: Annotated[int, _number(RUN, 1, 256, "How many at a time.")] = 4
@@ -97,7 +97,6 @@ class DemoOptions:
         _number(MODEL, 2, MAX_TOKENS, "Every other layer attends to the last N tokens only."),
     ] = None
     flip_one_byte: Annotated[bool, typer.Option("--flip-one-byte", hidden=True)] = False
-    """A negative control."""
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens + self.max_new_tokens > MAX_TOKENS:
@@ -153,14 +152,14 @@ class DemoOptions:
 
 
 class Step(Struct, frozen=True):
-    """Generated token; ``digest`` is the blake2b of its float32 logits."""
+    """``digest`` is the blake2b of the token's float32 logits."""
 
     token: int
     digest: str
 
 
 class EngineSetup(Struct, frozen=True, kw_only=True):
-    """Blocks are by group. A prefill engine computes ``prefill_chunk`` tokens (None: all) at first."""
+    """Prefill computes ``prefill_chunk`` tokens (None: all) before it offers them."""
 
     attach_path: str
     spec: EngineSpec

@@ -1,4 +1,4 @@
-"""Results of the demo, as text and JSON. Equal outputs have equal tokens and logits."""
+"""Results of the demo. Equal outputs have equal tokens and logits."""
 
 import sys
 from collections import Counter
@@ -18,7 +18,7 @@ from kvbus.text import printable
 
 @dataclass(slots=True)
 class Served:
-    """One request. ``first`` is the prefill engine's step, ``steps`` are the decode engine's."""
+    """``first`` is the prefill engine's step, ``steps`` are the decode engine's."""
 
     request_id: str
     prompt: str
@@ -30,11 +30,7 @@ class Served:
 
 @dataclass(slots=True)
 class DemoReport:
-    """State of a run.
-
-    ``alone`` has the steps of the model run alone, by prompt. ``leaks`` counts the blocks in use at
-    the end. ``ended_by`` is the signal that ended the run.
-    """
+    """``alone`` has the reference steps by prompt. ``leaks`` is None until counted."""
 
     options: DemoOptions
     served: list[Served] = field(default_factory=list)

@@ -1,7 +1,4 @@
-"""The command ``kvbus demo``: two agents, two engines, and requests that pass through both.
-
-It always reports its results so far. A signal ends the run, but not its clean-up.
-"""
+"""The command ``kvbus demo``. A signal ends the run, but not its clean-up and its report."""
 
 import signal
 import tempfile
@@ -155,7 +152,6 @@ class Run:
         )
 
     def _engine(self, role: str, attach: Path) -> AbstractAsyncContextManager[EngineChild]:
-        """Its cache fits ``concurrency`` requests, so that blocks are reused."""
         options, words = self.options, self.options.sides[role]
         spec = options.spec(f"{role}-{self._id}", words)
         num_new = options.max_new_tokens if role == "decode" else 0

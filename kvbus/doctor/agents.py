@@ -1,7 +1,4 @@
-"""Checks of agents' configurations, and of the faults that running agents report.
-
-The agent's own start-up functions run these checks, unless the agent is running.
-"""
+"""Checks of agents' configurations, by the agent's own start-up functions, and of their faults."""
 
 import contextlib
 import errno
@@ -264,7 +261,7 @@ def _keys(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _advertised(name: str, host: str) -> Iterator[Finding]:
-    """Check that the host is an address of this machine; the name server may be slow."""
+    """Check the host; the name server may be slow."""
     if not host:
         return
     try:

@@ -1,4 +1,4 @@
-"""The command ``kvbus doctor``: its options, its families of checks, and its exit status."""
+"""The command ``kvbus doctor``: options, families of checks, exit status."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,8 +27,6 @@ Check = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Raises `ConfigError` if options are inconsistent."""
-
     config: Annotated[
         list[Path] | None,
         typer.Option(

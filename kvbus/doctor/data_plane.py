@@ -1,9 +1,8 @@
 """Checks of the data plane: speed and transport of NIXL, and memory sharing of GPUs.
 
-Two processes measure both, so that a crash ends only its own process. A loopback does not measure
-the network.
+Two processes measure both, so that a crash ends only its own process.
 
-    doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
+doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
 
     python -m kvbus.doctor.data_plane nixl|cuda target|reader
 """
@@ -88,10 +87,7 @@ class PairResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ReadSpeed:
-    """One measurement; ``bytes_per_s`` is 0 if it failed.
-
-    ``ucx_tls`` is empty if UCX chose the transport.
-    """
+    """``bytes_per_s`` is 0 for a failure; ``ucx_tls`` is empty if UCX chose."""
 
     way: str
     ucx_tls: str
@@ -123,7 +119,7 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
 
 
 def wire_in(log: str) -> str:
-    """Return the transport of large UCX reads, such as ``cma/memory``, from `UCX_PROTO_INFO=y`."""
+    """Return the transport of large UCX reads, such as ``cma/memory``."""
     wire, is_read = "", False
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -135,10 +131,7 @@ def wire_in(log: str) -> str:
 
 
 def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
-    """Return an error if the configured read fails, a warning if agents here would read over TCP.
-
-    ``ptrace_scope`` is Yama's setting.
-    """
+    """Return an error if the configured read fails, a warning if agents would read over TCP."""
     told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
     (why, fix), command, severity = WHY_AND_FIX[one.way], "", OK
     found = f"{rate_text(one.bytes_per_s)} over {one.wire or 'what UCX chose'} ({told})"
@@ -239,7 +232,7 @@ async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, st
 
 
 def _why(error: KVBusError, log: str) -> str:
-    """Return how the process ended, and the first error of UCX or NIXL, or the last log line."""
+    """Return the first error of UCX or NIXL, or the last log line."""
     head, _, tail = error.message.partition("; the last lines of its log:")
     reasons = [found[1] for one in (_UCX_ERROR, _NIXL_ERROR) if (found := one.search(log))]
     reasons += tail.splitlines()[-1:]
@@ -248,7 +241,6 @@ def _why(error: KVBusError, log: str) -> str:
 
 class CudaMemory:
     def lend(self) -> GpuMemory:
-        """Allocate GPU memory that is filled with the mark."""
         from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
         with _told():

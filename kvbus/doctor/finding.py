@@ -1,4 +1,4 @@
-"""Findings of checks, their verdict, and their output for people and programs."""
+"""Findings of checks, their verdict, and their output."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ _ORDER = list(Severity)
 class Finding(msgspec.Struct):
     """The result of one check; ``name`` is ``family.subject`` and stable.
 
-    ``found`` and ``why`` are for people, ``values`` for programs; keys of ``values`` carry units. A
-    warning or an error has a ``fix``, and ``command`` is a shell line for it.
+    ``found`` and ``why`` are for people, ``values`` for programs; its keys carry units. ``command``
+    is a shell line for ``fix``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Finding(msgspec.Struct):
 class Report:
     """Findings in the order of their checks, and their verdict, which ignores notes.
 
-    ``exit_status`` is 0 if kvbus works here, otherwise 1; with ``strict`` a warning is 1, too.
+    With ``strict``, a warning makes ``exit_status`` 1, as an error does.
     """
 
     def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
@@ -74,7 +74,6 @@ class Report:
         return SENTENCES[VERDICTS[self._worst]] + ", ".join(one.name for one in self._complaints)
 
     def as_json(self, version: str) -> dict[str, object]:
-        """Return the JSON object of ``--json``, see docs/doctor.md."""
         counts = Counter(one.severity for one in self._findings)
         return {
             "kvbus": version,

@@ -51,7 +51,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str:
-    """Return a package's version without an import; empty if it is not installed."""
+    """Return a version without an import; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -76,7 +76,7 @@ def check_memory() -> Iterator[Finding]:
 def memory_findings(
     segment_error: str, *, num_cores: int, cpu_quota: float | None, compiled: bool
 ) -> Iterator[Finding]:
-    """Return findings; ``segment_error`` is empty if a sealed segment could be created."""
+    """``segment_error`` is empty if a sealed segment could be created."""
     yield Finding(
         "memory.segment",
         ERROR if segment_error else OK,
@@ -130,7 +130,7 @@ def limit_findings(
     may_lock: bool,
     rdma_devices: Sequence[str],
 ) -> Iterator[Finding]:
-    """Check limits; None is unlimited. With ``may_lock`` the limit of locked memory is ignored.
+    """With ``may_lock`` the limit of locked memory is ignored; None is unlimited.
 
     Too little locked memory is only a warning, because `check_nixl` measures its effect.
     """

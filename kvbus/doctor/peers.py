@@ -1,7 +1,4 @@
-"""Checks of a remote agent, and of two agents as a pair, by their status alone.
-
-No handoff is made. The data ports are only connected to.
-"""
+"""Checks of a remote agent, and of two agents as a pair, by their status: no handoff is made."""
 
 import socket
 import time
@@ -40,8 +37,6 @@ LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that y
 
 @dataclass(frozen=True, slots=True)
 class AskedAgent:
-    """A remote agent, the keys for requests, and its last status."""
-
     endpoint: str
     curve: ClientCurve | None = None
     told: AgentStatus = NOTHING
@@ -98,10 +93,7 @@ def connect_problem(host: str, port: int) -> str:
 
 
 def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
-    """Check the agent's sockets, faults, packet sizes, data ports and clock.
-
-    Also check it as a pair with ``reader``, the decode agent that reads from it.
-    """
+    """Check an agent, also as a pair with ``reader``, the decode agent that reads from it."""
     try:
         peer = replace(peer, told=peer.status())
     except KVBusError as error:
@@ -319,10 +311,7 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
 
 
 def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str:
-    """Return why the decode agent cannot map the memory; empty if it can.
-
-    Its actual attempts count first, then the visible conditions.
-    """
+    """Return why the decode agent cannot map the memory; its actual attempts count first."""
     names = [f"{engine} at {prefill.agent_id}" for engine in prefill.engines]
     if met := [ours.engines[name] for name in names if name in ours.engines]:
         return next((state for state in met if state != "open"), "")

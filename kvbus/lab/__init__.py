@@ -1,1 +1,1 @@
-"""Tools that play engines: an engine of any shape, its process, and a line to it."""
+"""Tools that play engines of any shape."""

@@ -1,8 +1,6 @@
-"""A bare NIXL process that lends its memory or reads another one's.
+"""A bare NIXL process: ``python -m kvbus.lab.bare_pair SIZE ROWS.npz``.
 
-    python -m kvbus.lab.bare_pair SIZE ROWS.npz
-
-One process lends and drives NIXL while the other posts all descriptors together and spins.
+It lends memory and drives NIXL, or posts all descriptors together and spins until they are done.
 """
 
 import mmap
@@ -32,7 +30,7 @@ WORD_BYTES = 8
 LONG_BYTES = 8 << 20
 """One slice, as agents post it."""
 NUM_PLACES = 4
-"""Their total size exceeds most CPU caches, as KV does."""
+"""In total, long descriptors exceed most CPU caches, as KV does."""
 LEAST_READS, MOST_READS, MEASURE_S = 8, 64, 0.4
 
 
@@ -42,9 +40,7 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 
 class BareAgent:
-    """``rows`` are the descriptors for `read`. A thread drives NIXL, except between `rest` and
-    `drive`.
-    """
+    """``rows`` are the descriptors for `read`."""
 
     def __init__(
         self, size_bytes: int = NUM_PLACES * LONG_BYTES, rows: Mapping[str, Rows] | None = None
@@ -90,7 +86,6 @@ class BareAgent:
         return self._read_s(self._rows["local"], self._rows["remote"])
 
     def verify(self) -> float:
-        """`read` into wiped memory; raises `TransferFailed` for wrong bytes."""
         return self._verify(self._rows["local"], self._rows["remote"])
 
     def measure(self, **lent: Any) -> float:

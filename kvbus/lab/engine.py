@@ -1,7 +1,4 @@
-"""An engine of any shape in this process: a link with its agent, the ranks' caches, and blocks.
-
-If no agent can map the caches, as on a device, KV passes through a ring of host blocks.
-"""
+"""An engine of any shape in this process: a link with its agent, the ranks' caches, and blocks."""
 
 import asyncio
 import time
@@ -36,21 +33,18 @@ from kvbus.lab.process import Taken
 MAX_NOTED = 1 << 16
 BlockIds = Mapping[str, npt.ArrayLike]
 Tables = Mapping[str, BlockTable]
-"""The blocks of one request, by group; a table may lack blocks that left a sliding window."""
+"""A table may lack blocks that left a sliding window."""
 
 
 class BlockPool(HostPool):
-    """The blocks of an engine's caches; each request gets a random selection."""
+    """Each request gets a random selection of blocks."""
 
     def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
         super().__init__(num_blocks)
         self._rng = np.random.default_rng(list(seed.encode()))
 
     async def take(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
-        """Return a table for each group, with blocks for the positions in ``wanted``.
-
-        Waits until other requests release enough blocks; raises the errors of `acquire`.
-        """
+        """Return blocks for the positions in ``wanted``; raises the errors of `acquire`."""
         numbers = {group: len(blocks) for group, blocks in wanted.items()}
         taken = await self.acquire(numbers, wait_s=wait_s)
         return {
@@ -63,11 +57,11 @@ class BlockPool(HostPool):
 
 
 class Engine:
-    """All ``ranks`` of an engine and its scheduler, attached to one agent within ``async with``.
+    """All ranks of an engine and its scheduler, attached to one agent within ``async with``.
 
-    With ``ring_blocks`` the caches are private, and the agent maps a ring with this many host
-    blocks of each group. ``copy_of`` makes the function that copies between the two. A fetch or
-    offer waits up to ``wait_s`` for room in the ring.
+    With ``ring_blocks`` the caches are private, as on a device. The agent then maps a ring of host
+    blocks, and ``copy_of`` makes the function that copies. A fetch or offer waits up to ``wait_s``
+    for room in the ring.
     """
 
     link_type: ClassVar[type[Link]] = Link
@@ -140,7 +134,7 @@ class Engine:
     ) -> "Offered":
         """Offer the computed tokens; with ``total``, the caller adds the rest later and seals.
 
-        With a ring, the blocks are copied into it, and ``options`` are ignored.
+        A ring ignores ``options``.
         """
         ready_s = time.monotonic()
         if self.host is None:
@@ -199,8 +193,7 @@ class Engine:
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
         """Wait until no offer is live and no block is held, or nothing changes for ``stall_s``.
 
-        Return two `time.monotonic` times of each offer that ended since the last call: its last
-        tokens were ready, its blocks were released.
+        Return two `time.monotonic` times for each ended offer: last tokens ready, blocks released.
         """
         num_before, num_left = -1, self._num_left
         while num_left and num_left != num_before:
@@ -243,7 +236,6 @@ class Offered:
         return self.offer.ended
 
     async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
-        """Add tokens in new blocks, so that ``num_tokens`` are ready in total."""
         self.ready_s = time.monotonic()
         if isinstance(self.offer, HostOffer):
             given = {name: ids for name, ids in block_ids.items() if np.size(ids)}
@@ -275,7 +267,7 @@ async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
 
 
 class Taking:
-    """A fetch that records its end before any waiting task continues."""
+    """It records its end before any waiting task continues."""
 
     def __init__(self, fetch: Fetch | HostFetch, began_s: float) -> None:
         self.fetch, self._began_s, self._ended_s = fetch, began_s, began_s
@@ -292,7 +284,6 @@ class Taking:
 def private_cache(
     spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: int | Mapping[str, int]
 ) -> KvCache:
-    """Create a cache in memory of this process only; it stands for a device."""
     described = lay_out_rank(spec, rank, layout, num_blocks=num_blocks)
     size_bytes = described.segments[0].size_bytes
     return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))

@@ -1,9 +1,9 @@
 """Child processes of a tool: agents, and engines that it controls through a socket.
 
-    tool ──{"id": 7, "do": "offer", "with": {…}}──▶ process of engines
-    tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
+tool ──{"id": 7, "do": "offer", "with": {…}}──▶ process of engines
+tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
 
-Replies come in any order. The process ends when the tool closes the socket, its stdin.
+Replies come in any order. A process ends when the tool closes the socket, its stdin.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A fetch, its duration from the call, and its end by `time.monotonic`."""
+    """``at_s`` is its end by `time.monotonic`."""
 
     fetched: Fetched
     seconds: float
@@ -60,10 +60,9 @@ class EngineChild:
         self._num_asked = 0
 
     async def ask(self, kind: type[T], do: str, **given: Any) -> T:
-        """Return the reply, decoded as ``kind``.
+        """Return the reply, decoded as ``kind``; raise `RequestRefused` for an error in the child.
 
-        Raises `RequestRefused` for an error in the child. If the process ends, the block of
-        `engine_process` is cancelled.
+        If the process ends, the block of `engine_process` is cancelled.
         """
         self._num_asked += 1
         question = Question(self._num_asked, do, given)
@@ -95,8 +94,7 @@ async def engine_process(
 ) -> AsyncIterator[EngineChild]:
     """Run ``python -m module``, which calls `serve`, until the block ends.
 
-    Raises `PeerLost` in the block if the process ends early, and after it if the process fails or
-    does not end.
+    Raises `PeerLost` if the process ends early, fails, or does not end.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -151,7 +149,7 @@ async def _running(
 
 
 async def serve(engine: object) -> None:
-    """Call methods of ``engine`` for the tool, each in its own task, until it closes the socket."""
+    """Call methods of ``engine`` for the tool, each in its own task."""
     stdin = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
 

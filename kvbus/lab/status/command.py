@@ -1,4 +1,4 @@
-"""The command ``kvbus status``: state of agents, once or periodically, or events of one agent."""
+"""The command ``kvbus status``: state of agents, or events of one agent."""
 
 import fnmatch
 import http.client
@@ -208,7 +208,7 @@ class HttpAgent:
 
 
 def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
-    """Ends the process with an error if no agent answers."""
+    """Exit with an error if no agent answers."""
 
     def look() -> dict[str, View]:
         urls = [agent.url for agent in agents]
@@ -230,7 +230,7 @@ def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_j
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
-    """Return agents by address, by default this pod's agent or `DEFAULTS`; raises `ConfigError`."""
+    """Return agents by address, by default this pod's or `DEFAULTS`."""
     environment, token = gather(AgentConfig, None, knows_all=False).values, ""
     if path := token_file or environment.get("http_token_file"):
         try:
@@ -261,10 +261,7 @@ def _topics_of(only: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Lines(EventListener):
-    """``left`` counts the events still to print, below 0 without limit.
-
-    Losses in a topic before its first event are not gaps.
-    """
+    """``left`` is below 0 for no limit. Losses before a topic's first event are not gaps."""
 
     agent: str
     request: str
@@ -305,10 +302,7 @@ class Lines(EventListener):
 async def _follow(
     peer: str, curve: ClientCurve | None, topics: list[str], request: str, count: int
 ) -> None:
-    """Print events until ``count`` have arrived; 0 means no limit.
-
-    Raises `KVBusError` if the agent refuses the status or the events.
-    """
+    """Print ``count`` events; 0 means no limit. Raises `KVBusError`."""
     status = await _await_status(peer, curve)
     if not status.events_endpoint:
         raise ConfigError("the agent is of an earlier version, which does not tell of its events")

@@ -1,4 +1,4 @@
-"""A table of the state of agents: a column for each agent, a row for each value."""
+"""A table of the state of agents. Unknown values are None."""
 
 import math
 import re
@@ -21,14 +21,14 @@ _STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """``before`` is None at first. Unknown values are None."""
+    """``before`` is None at first."""
 
     now: Live
     before: Live | None = None
 
     @property
     def seconds(self) -> float | None:
-        """Time between the samples; None if the agent has restarted."""
+        """None if the agent has restarted."""
         if self.before is None or self.now.boot != self.before.boot:
             return None
         return self.now.now_s - self.before.now_s
@@ -39,7 +39,7 @@ class Between:
         return max(0.0, grown) / self.seconds if self.seconds else None
 
     def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
-        """Return the p50 and p99, in seconds, of a histogram's growth, or of all with one sample."""
+        """Return p50 and p99, in seconds, of a histogram's growth, or of all with one sample."""
         counts: dict[float, float] = {}
         for key, value in self._grown(f"{name}_bucket", labels):
             if bound := _LE.search(key):
