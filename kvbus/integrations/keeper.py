@@ -1,7 +1,7 @@
 """An agent that an engine's process starts, and that ends with it.
 
-    engine ──starts──▶ keeper ──starts──▶ agent
-       └── when it ends (pidfd), the keeper drains and stops the agent
+engine ──starts──▶ keeper ──starts──▶ agent
+   └── when it ends (pidfd), the keeper drains and stops the agent
 
 A parent-death signal would fire when the starting thread ends. Ray kills a replica's children,
 which would not drain, so the keeper is not a child of the engine.
@@ -41,10 +41,7 @@ class KeptAgent:
 
     @classmethod
     def start(cls, role: str, host: str, settings: Mapping[str, Any]) -> "KeptAgent":
-        """Start an agent that others reach at ``host``; block until it responds.
-
-        Raises `PeerLost`, with the end of its log, after `STARTS_WITHIN_S`.
-        """
+        """Block until the agent responds. Raises `PeerLost` with the end of its log."""
         folder = Path(tempfile.mkdtemp(prefix="kvbus-"))
         chosen = {
             "agent_id": f"{role}-{folder.name.removeprefix('kvbus-')}",

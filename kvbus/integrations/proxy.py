@@ -46,8 +46,6 @@ log = structlog.get_logger()
 
 
 class Failed(LocalError):
-    """An error with its ``answer`` to the client."""
-
     def __init__(
         self, why: str, *, status: int = 502, answer: httpx.Response | None = None
     ) -> None:
@@ -78,7 +76,7 @@ class ProxiedRequest:
             raise Failed(f"the body is not a JSON object: {error}", status=400) from error
 
     def why_alone(self) -> str | None:
-        """Return why decode must compute the prompt itself, as a ticket covers one sequence."""
+        """Return why decode must compute the prompt itself: a ticket covers one sequence."""
         prompts = [self.body.get(key) for key in ("prompt", "prompt_embeds")]
         if any(isinstance(n := self.body.get(key), int) and n > 1 for key in ("n", "best_of")):
             return "several_sequences"
@@ -129,8 +127,8 @@ def _num_prompts(prompt: object) -> int:
 class Proxy:
     """An ASGI application for the generating paths; ``asgi`` serves all paths.
 
-    If a prefill server fails, decode computes the prompt. The client gets a 4xx of prefill, and any
-    error of decode.
+    If prefill fails, decode computes the prompt. The client gets prefill's 4xx, and decode's
+    errors.
     """
 
     def __init__(self, prefill: list[str], decode: list[str], *, timeout_s: float) -> None:

@@ -104,7 +104,7 @@ def register() -> None:
 def build_pd_openai_app(
     pd_serving_args: Mapping[str, Any], *, agent: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build Ray's app; a side's own ``agent`` keys take precedence. Raises `ConfigError`."""
+    """A side's own ``agent`` keys take precedence. Raises `ConfigError`."""
     args = dict(pd_serving_args)
     for side, role in SIDES.items():
         config = LLMConfig.model_validate(args.get(side)).model_copy(deep=True)

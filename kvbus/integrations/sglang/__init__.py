@@ -1,4 +1,4 @@
-"""SGLang's transfer backend ``kvbus``, registered by an entry point; see docs/sglang.md.
+"""SGLang's transfer backend ``kvbus``, registered by an entry point.
 
 Every process of the server imports this module, so it imports SGLang lazily.
 """
@@ -44,7 +44,7 @@ def _begin(original: Any, queue: Any) -> Any:
 
 
 def _note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
-    """Store the tokens of a request: senders and receivers get only pages."""
+    """Senders and receivers get only pages, so store the tokens."""
     from kvbus.integrations.sglang import transfer
 
     if queue.transfer_backend.value == BACKEND:

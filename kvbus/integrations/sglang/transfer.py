@@ -1,7 +1,7 @@
 """SGLang's senders and receivers: a request's room names its offer, which decode awaits.
 
-    prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
-              poll ◀─ released                           ended, freed ─▶ poll
+prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
+          poll ◀─ released                           ended, freed ─▶ poll
 
 One rank of each side acts for all; SGLang takes the lowest state of all ranks. A request never
 reports failure while an agent may still access its pages.
@@ -51,7 +51,7 @@ MAX_NOTED = 65_536
 
 
 class TicketAndToken(msgspec.Struct, frozen=True):
-    """A router's data of a prefill by another engine than SGLang."""
+    """A router's data of a prefill by another engine."""
 
     ticket: dict[str, Any]
     first_token: int
@@ -62,7 +62,7 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 class RequestFacts:
     """Facts that SGLang does not pass to senders and receivers.
 
-    ``untold`` names options that need more of the first token than `TicketAndToken` has.
+    ``untold`` names options that need more than `TicketAndToken` has.
     """
 
     num_tokens: int
@@ -146,7 +146,7 @@ def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
 
 
 def name_of(room: int) -> str:
-    """Name the offer of a room, which has 63 random bits."""
+    """A room has 63 random bits."""
     return f"sglang-room-{room:016x}"
 
 
@@ -158,7 +158,7 @@ class Manager(CommonKVManager):
     scheduler: Any
 
     def begin(self, queue: Any) -> None:
-        """Share the pools, and attach without waiting for the agent. Raises `ConfigError`."""
+        """Attach without waiting for the agent. Raises `ConfigError`."""
         options, rank_pools = Options.of_environment(), pools.pools_of(queue)
         role = AgentRole(self.disaggregation_mode.value)
         engine = rank_pools.engine(
@@ -254,7 +254,7 @@ class BootstrapServer(CommonKVBootstrapServer):
 
 
 class Sender(CommonKVSender):
-    """An offer that grows with each chunk of a request.
+    """An offer that grows with each chunk.
 
     A request that is aborted before `init` makes its offer and withdraws it, to notify decode.
     """

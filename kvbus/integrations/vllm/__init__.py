@@ -77,7 +77,6 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Import the connector on first use: the package imports without vLLM."""
     if name != "KvbusConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -105,7 +105,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the scheduler's results on every rank: `MultiConnector` needs all."""
+        """`MultiConnector` needs the results of every rank."""
         results = self._results
         return KVConnectorTransferResults(
             finished_recving=set(results.received), failed_recving=set(results.failed)
@@ -123,7 +123,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:  # noqa: ARG003 - vLLM's
-        """Return False: sleep mode frees the cache while the agent has it mapped."""
+        """Sleep mode frees the cache while the agent has it mapped."""
         return False
 
     @classmethod

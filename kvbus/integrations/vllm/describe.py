@@ -22,7 +22,7 @@ SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 def describe_engine(
     vllm_config: Any, kv_cache_config: Any, *, engine_id: str, model: str | None = None
 ) -> EngineSpec:
-    """Return the spec that every process of this vLLM registers, or raise `GeometryError`.
+    """Return the spec that every process registers, or raise `GeometryError`.
 
     Group i is transfer group i, and item i of `select_transfer_block_ids`.
     """
@@ -50,7 +50,6 @@ def model_name(model_config: Any) -> str:
 
 
 def cache_of(group: Any) -> Any:
-    """Return the spec of all layers; raise `GeometryError` if they differ."""
     if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         return group.kv_cache_spec
     first, *others = group.kv_cache_spec.kv_cache_specs.values()
@@ -188,7 +187,7 @@ def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
 
 
 def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    """Return the layers of all pipeline stages; a process knows only its stage's."""
+    """A process knows only the layers of its pipeline stage."""
     numbers = tuple(sorted(map(layer_number, group.layer_names)))
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return numbers

@@ -96,7 +96,7 @@ class Loads:
         self._fetching: dict[Fetch, Load] = {}
         """Loads that may still write into their blocks."""
         self._refused: dict[str, str] = {}
-        """Reasons to end requests with an error, under any `kv_load_failure_policy`."""
+        """Reasons to end requests, under any `kv_load_failure_policy`."""
         self._mismatches: dict[str, str] = {}
         self._partial: dict[str, Load] = {}
         self._failed: list[str] = []
@@ -104,11 +104,7 @@ class Loads:
         self._loaded: list[str] = []
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Note a decode request with remote KV.
-
-        Refuses a request without its ticket's images: vLLM would compute placeholders as plain
-        tokens.
-        """
+        """Refuse a request without its ticket's images: vLLM would compute placeholders."""
         self._expect(request, params)
         load = self._expected.get(request.request_id)
         if load is not None and load.lacks_images:
@@ -126,8 +122,8 @@ class Loads:
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Note a prefill request with KV in a decode engine.
 
-        With windows, a load leaves a token to compute: vLLM would compute the last one again, which
-        needs a token that the window has dropped.
+        With windows, a load leaves a token to compute. To compute the last one again, vLLM would
+        need a token that the window has dropped.
         """
         if not self._options.bidirectional_kv_xfer:
             logger.info(
@@ -218,7 +214,7 @@ class Loads:
             (self._over if load.has_failed else self._loaded).append(load.request_id)
 
     def note_computed(self, request_ids: Container[str]) -> None:
-        """Note the requests of the next step: vLLM can reuse what they loaded."""
+        """From now on vLLM can reuse what these requests loaded."""
         if self._reading:
             self._reading = {each for each in self._reading if each not in request_ids}
 
@@ -231,10 +227,7 @@ class Loads:
         return loaded
 
     def take_failed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return and clear the requests with failed loads, and with failed loads that are over.
-
-        Report a failure before its end: afterwards vLLM counts the blocks as loaded.
-        """
+        """Report a failure before its end: afterwards vLLM counts the blocks as loaded."""
         failed, over = tuple(self._failed), tuple(self._over)
         self._failed, self._over = [], []
         for request_id in failed:  # vLLM frees its blocks
@@ -281,7 +274,7 @@ class Loads:
             del self._readers[next(iter(self._readers))]
 
     def _pass_on(self, load: Load) -> None:
-        """Give the ticket of a load that will not start to another request, or release it."""
+        """Give the ticket to another request, or release it."""
         if self._readers.get(load.ticket_key, load.request_id) != load.request_id:
             return
         others = (one for one in self._expected.values() if one.ticket_key == load.ticket_key)

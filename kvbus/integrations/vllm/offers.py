@@ -35,10 +35,9 @@ STEPS_ON_S = 1.0
 """Time that vLLM steps on after an offer: nothing wakes vLLM to free its blocks later."""
 
 LIVES_KEPT = 8
-"""Recent offers that predict how long the next ones take."""
 
 BlockIds = Sequence[Sequence[int]]
-"""Block ids by group, from the request's first block."""
+"""By group, from the request's first block."""
 
 
 class Tables(NamedTuple):
@@ -77,10 +76,9 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
 
 @dataclass(slots=True, eq=False)
 class RequestOffer:
-    """A request that offers its KV.
+    """``planned`` pairs steps with the prompt tokens computed by their end.
 
-    ``planned`` pairs steps with the prompt tokens computed by their end. ``told`` counts the
-    offer's blocks by group.
+    ``told`` counts the offer's blocks by group.
     """
 
     request: "Request"
@@ -110,7 +108,6 @@ class RequestOffer:
             self.planned.append((step, min(num_tokens + num_scheduled, end)))
 
     def ready(self, step: int) -> int:
-        """Return the number of tokens ready after ``step``; 0 if it adds none."""
         num_tokens = 0
         while self.planned and self.planned[0][0] <= step:
             _, num_tokens = self.planned.popleft()
@@ -135,10 +132,7 @@ class RequestOffer:
 #
 #     request ends ──▶ held: 2 references ──▶ vLLM frees: 1 ──▶ offer released ──▶ freed: 0
 class RequestOffers:
-    """All offers of one prefill engine.
-
-    With ``drains``, vLLM's shutdown waits for the readers of prompts, not of answers.
-    """
+    """With ``drains``, vLLM's shutdown waits for readers of prompts, not of answers."""
 
     def __init__(
         self, engine: EngineSpec, link: Link, pool: "BlockPool", stats: KvbusStats, *, drains: bool
@@ -163,7 +157,7 @@ class RequestOffers:
         is_answer: bool = False,
         **options: Unpack[OfferOptions],
     ) -> None:
-        """Request a ticket for the first ``num_tokens`` tokens. Idempotent."""
+        """Idempotent."""
         request_id = request.request_id
         if request_id in self._reserved:
             return
@@ -284,7 +278,7 @@ class RequestOffers:
     def frees_soon(self, step: int) -> bool:
         """Return whether a reader is about to free its blocks.
 
-        Call this in each ``step`` in which vLLM lacks a block for a running request.
+        Call this in each ``step`` in which vLLM lacks a block.
         """
         now, within_s = time.monotonic(), max(self._lives_s, default=0.0)
         if step > self._waited_in + 1:
@@ -331,7 +325,7 @@ class RequestOffers:
     def _ask_again(self, reserved: RequestOffer) -> None:
         """Replace an offer that expired, or was lost with its agent.
 
-        If the agent had made it, the new offer has no name, so it cannot grow.
+        If the agent had made it, the new one has no name, and cannot grow.
         """
         offer = reserved.offer
         error, was_made = offer.error, bool(offer.offer_id)

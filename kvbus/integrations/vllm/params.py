@@ -54,7 +54,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:
-        """Sockets and required roles; the first offers, the last loads."""
+        """The first offers, the last loads."""
         if isinstance(self.endpoint, str):
             return ((_path(self.endpoint), None),)
         return (
@@ -102,7 +102,7 @@ def _path(endpoint: str) -> Path:
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
-    """A ticket, and the first tokens of a prompt, which its digests cover.
+    """A ticket, and the tokens that its digests cover.
 
     Unless ``whole_blocks``, the first block of a window has a gap at its beginning.
     """
@@ -143,10 +143,7 @@ def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
 
 
 def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
-    """Return the trace of the HTTP headers, or of the router; empty for none.
-
-    vLLM keeps headers only with ``--otlp-traces-endpoint``.
-    """
+    """vLLM keeps headers only with ``--otlp-traces-endpoint``."""
     return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
 
 
@@ -232,7 +229,7 @@ class StepDone:
 
 
 class WorkerPlaces(NamedTuple):
-    """Agents that map a worker's memory, in the options' order; ``endpoint`` may be empty."""
+    """In the options' order. An ``endpoint`` is empty until an agent attaches."""
 
     places: tuple[AgentRanks, ...]
 

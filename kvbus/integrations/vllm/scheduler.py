@@ -56,7 +56,7 @@ CLOSE_WITHIN_S = 3.0
 
 
 class SchedulerSide:
-    """Methods that vLLM's scheduler calls. Only `RequestOffers.publish` blocks."""
+    """Only `RequestOffers.publish` blocks."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class SchedulerSide:
     def has_pending_block_frees(self) -> bool:
         """Return whether vLLM shall wait for blocks instead of preempting.
 
-        Also True if blocks were freed just now: the next step finds them.
+        Also True if blocks were freed just now.
         """
         before = self._manager.block_pool.get_num_free_blocks()
         self._poll_links()
@@ -234,10 +234,9 @@ class SchedulerSide:
         return bool(reason)
 
     def _is_for_decode(self, request: "Request") -> bool:
-        """Return whether a decode engine can use the KV.
+        """For log probabilities of the prompt, prefill computes the last token, too.
 
-        For log probabilities of the prompt, prefill computes the last token, too. With windows,
-        that makes the KV useless.
+        With windows, that makes the KV useless to decode.
         """
         skips = self._has_windows and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
@@ -253,7 +252,7 @@ class SchedulerSide:
     # Offers
 
     def _reserve(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Request a ticket. An offer with a router's name is readable during computation.
+        """An offer with a router's name is readable during computation.
 
         With windows it is not, as they leave blocks behind. Only the first of several sequences is
         named.
@@ -296,7 +295,7 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         """Return the params of the next turn's prefill request; a stream has no place for them.
 
-        A step that was scheduled ahead may be about to compute the last token, so it is left out.
+        A step that was scheduled ahead may compute the last token, so it is left out.
         """
         sampling = request.sampling_params
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)

@@ -32,11 +32,11 @@ BYTES_BUCKETS = tuple(2.0**power for power in range(12, 38, 2))
 _MIB = 2**20
 
 Reading = float | str | tuple[str, str, float]
-"""Labels, if any, and value of a metric. For a counter with a label: only the label."""
+"""Labels, if any, and value. For a counter with a label: only the label."""
 
 
 class Metric(NamedTuple):
-    """``vllm:kvbus_{key}``; a histogram if it has ``buckets``.
+    """A histogram if it has ``buckets``.
 
     Series of ``known`` labels exist from the start, as a rate would miss their first event.
     """

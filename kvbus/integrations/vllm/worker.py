@@ -1,7 +1,7 @@
 """Worker memory: measures where each layer puts K and V in the KV cache, and shares the cache.
 
-A layer writes marks into scratch blocks of the same strides, so its own cache stays untouched.
-Shapes: cache [block, ...]; rows [token, head, dim].
+A layer writes marks into scratch blocks of the same strides. Shapes: cache [block, ...]; rows
+[token, head, dim].
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ def share_rank(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> RankMemory:
-    """Describe and share ``kv_caches``; raise `GeometryError` or `SegmentError`.
+    """Share ``kv_caches``; raise `GeometryError` before anything moves, or `SegmentError`.
 
     Layers that use another's cache are in no group. On a CPU, the tensors move, in place, and need
-    twice their memory meanwhile; no request may run. A `GeometryError` comes before the move.
+    twice their memory meanwhile; no request may run.
     """
     modules = vllm_config.compilation_config.static_forward_context
     views: dict[tuple[int, str], torch.Tensor] = {}
@@ -84,7 +84,7 @@ class LayerProbe:
 
     @torch.no_grad()
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each part of the cache as [block, token, head, dim]."""
+        """Return each part as [block, token, head, dim]."""
         layouts = {part: self._measure(part) for part in self._group.parts}
         self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
@@ -100,7 +100,6 @@ class LayerProbe:
         return start, strides
 
     def _check(self, layouts: Mapping[str, Layout]) -> None:
-        """Raise `GeometryError` unless ``layouts`` account for every written element."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
         slots = torch.randperm(num_slots, generator=_generator(len(rows)))
@@ -189,5 +188,5 @@ class LayerProbe:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """Return a separate generator: vLLM's random numbers stay unchanged."""
+    """It leaves vLLM's random numbers unchanged."""
     return torch.Generator().manual_seed(seed)
