@@ -157,7 +157,6 @@ async def measure_reshape(
 
 
 def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
-    """Copy between two arrays that were touched before."""
     source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
 
     async def copy_s() -> float:
@@ -323,7 +322,6 @@ class LoopLags:
             self._look()
 
     async def figures(self, most_ms: Mapping[str, float]) -> list[Figure]:
-        """Wait until all agents have reported. ``most_ms`` has targets."""
         lags = self._counts()
         while not all(any(counts.values()) for counts in lags.values()):
             await anyio.sleep(0.1)

@@ -127,7 +127,6 @@ def _show(
 def _run(
     command: str, work: Callable[[], None], tell: Callable[[list[str]], None] = lambda _: None
 ) -> None:
-    """Report each reason of a failure once, and exit with its status."""
     status, reasons, head = 0, list[str](), f"error: {command}"
     try:
         work()

@@ -94,7 +94,6 @@ def scattered(
 def scattered_tokens(
     source: Shape, target: Shape, num_tokens: int, *, first_block: int = 0, seed: int = 0
 ) -> PairedBlocks:
-    """Like `scattered`, for different block sizes."""
     rng = np.random.default_rng(seed)
     prefill, decode = (
         rng.permutation(first_block + 2 * np.arange(num_blocks_for(num_tokens, shape.block)))

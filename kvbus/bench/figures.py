@@ -24,8 +24,6 @@ MAX_MIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rounds of a raw and a kvbus transfer, and a factor for all sizes."""
-
     rounds: int = 30
     factor: float = 1.0
 
@@ -138,7 +136,7 @@ Ways = Mapping[str, Callable[[], Awaitable[float]]]
 
 
 async def in_turn(rounds: int, ways: Ways) -> dict[str, list[float]]:
-    """Return the seconds of each way. Rounds interleave them, so a disturbance affects all."""
+    """Rounds interleave the ways, so a disturbance affects all."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

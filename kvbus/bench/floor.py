@@ -130,7 +130,6 @@ class Floor(Ends):
         return time.perf_counter() - began
 
     async def rate(self, num_at_once: int, seconds: float) -> tuple[float, float]:
-        """Return handoffs a second, and both agents' CPU seconds for each."""
         before, began, first = self._cpu_s(), time.perf_counter(), next(self._numbers)
 
         async def work() -> None:

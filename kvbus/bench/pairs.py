@@ -74,8 +74,6 @@ def agent(
 
 @dataclass(frozen=True, slots=True)
 class BarePair:
-    """Bare NIXL between two processes, which sleep between requests."""
-
     target: EngineChild
     reader: EngineChild
 
@@ -98,7 +96,6 @@ class BenchSource:
         return await self.engines.ask(list[Ticket], "offer", name=self.name, requests=requests)
 
     async def ended(self) -> list[tuple[float, float]]:
-        """Wait until no offer is live; return times of readiness and release."""
         return await self.engines.ask(list[tuple[float, float]], "settle", name=self.name)
 
 
@@ -115,7 +112,6 @@ class Pair:
         return await self.reader.take(ticket, tables)
 
     async def timed(self, tables: PairedBlocks) -> float:
-        """Return the seconds of a fetch, after the offer's release."""
         self.fetches.append(await self.hand_off(tables))
         ended = await self.source.ended()
         self.released_s.extend(released_at - ready_at for ready_at, released_at in ended)
@@ -166,7 +162,7 @@ class Bench:
         return Pair(source, await self.opened.enter_async_context(engine))
 
     async def bare_pair(self, rows: Reads, size_bytes: int) -> BarePair:
-        """Open two processes with memory of ``size_bytes`` each. ``rows`` are offsets."""
+        """``rows`` are offsets in a memory of ``size_bytes``."""
         path, both = self.folder / "rows.npz", list[EngineChild]()
         np.savez(path, local=rows.local, remote=rows.remote)
         command = "kvbus.lab.bare_pair", str(size_bytes), str(path)

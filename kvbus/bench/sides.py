@@ -37,13 +37,10 @@ MIB = 1 << 20
 READ_WITHIN_S = 60.0
 LOOK_AT_DECODE = f"look at the error of {pipe.READER}"
 SHOWN_SHARE = 0.05
-"""Share of a handoff below which a stage is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairCase:
-    """Handoffs of one block or of the requested size, ``times`` in each round."""
-
     source: Shape
     target: Shape
     times: int = 1

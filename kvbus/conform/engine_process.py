@@ -41,7 +41,6 @@ class EngineCommand:
         os.set_blocking(_pipe(self._child.process.stdout).fileno(), False)
 
     def stop(self, within_s: float = END_S) -> int | None:
-        """Close stdin, drain the output, and kill after ``within_s``. Return the exit status."""
         if self._child is None:
             return None
         self.hush()

@@ -96,7 +96,6 @@ class FetchStage(EngineStage):
         self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
 
     def spoil(self, job: Job) -> int:
-        """Corrupt bytes of the first row and return their number."""
         for place, table, start, _ in self._covered(job):
             kv = place.read(table, start, start + 1)
             row = kv[0, 0, 0, 0].reshape(-1)
@@ -203,7 +202,6 @@ def shapes(stage: FetchStage) -> None:
 
 
 def counts(stage: FetchStage) -> None:
-    """Wrong numbers precede the right ones. In the next fetch some stay wrong."""
     job = stage.taken(stage.begin(2 * stage.block_size))
     stage.agent.play(EARLY_S)
     stage.land(job)

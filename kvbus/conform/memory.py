@@ -69,7 +69,6 @@ class RegionView:
         return numbers
 
     def difference(self, have: Bytes, want: Bytes, start: int) -> str:
-        """Describe the first wrong byte, or return ""."""
         differs = np.argwhere(have != want)
         if not len(differs):
             return ""

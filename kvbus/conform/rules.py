@@ -15,7 +15,7 @@ PAGE = "docs/protocol-engine.md"
 
 
 class Rule(NamedTuple):
-    """Requirement on an engine. ``anchor`` is a heading of docs/protocol-engine.md."""
+    """``anchor`` is a heading of docs/protocol-engine.md."""
 
     name: str
     anchor: str
@@ -133,7 +133,6 @@ class Book:
 
     @contextmanager
     def reading(self, rule: str) -> Iterator[None]:
-        """Record one check, which fails if the block raises `ProtocolError`."""
         try:
             yield
         except ProtocolError as error:

@@ -35,7 +35,6 @@ def late(stage: EngineStage) -> None:
 
 
 def other_order(stage: EngineStage) -> None:
-    """The second of two concurrent requests is refused first."""
     with stage.agent.holding(stage.op):
         first, second = stage.begin(20), stage.begin(30)
         stage.agent.until(lambda: stage.requests(first) and stage.requests(second), CONCURRENT_S)
@@ -89,7 +88,6 @@ def many(stage: EngineStage) -> None:
 
 
 def silence(stage: EngineStage) -> None:
-    """The agent is stopped and continues as the same process."""
     before = len(stage.agent.log)
     stage.agent.silent = True
     job = stage.begin(20)
@@ -147,7 +145,7 @@ def _begun(stage: EngineStage) -> Job:
 
 
 def _comes_back(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
-    """Check that the engine registers again. If it exits, restart it as a supervisor would."""
+    """Restart an engine that exits, as a supervisor would."""
     back = stage.registered()
     ended = not back and not stage.engine.is_alive
     if ended:

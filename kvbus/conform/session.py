@@ -91,7 +91,7 @@ class EngineSession:
         return LENGTH_BYTES + min(length, MAX_BODY_BYTES + 1) - len(self._read)
 
     def is_inherited(self) -> bool | None:
-        """Whether an exec of the process would inherit its end; None if unknown."""
+        """None if unknown."""
         credentials = self._socket.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )

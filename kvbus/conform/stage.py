@@ -117,11 +117,10 @@ class EngineStage(ABC):
 
     @property
     def window(self) -> int:
-        """Tokens of the largest sliding window, or else of a block."""
         return max((group.window for group in self.groups if group.window), default=self.block_size)
 
     def num_blocks(self, group: str) -> int | None:
-        """Return None if the group is not mapped."""
+        """None if the group is not mapped."""
         views = [place.view for place in self.agent.places if place.group.name == group]
         return min((int(view.shape[0]) for view in views), default=None)
 
@@ -141,7 +140,6 @@ class EngineStage(ABC):
         return agent.is_complete
 
     def begin(self, *counts: int, first_token: int = 0) -> Job:
-        """Begin a job; several ``counts`` make an open offer that grows."""
         job = Job(len(self.jobs) + 1, first_token, counts)
         self.jobs[job.name] = job
         self.say(job)
@@ -155,7 +153,6 @@ class EngineStage(ABC):
         return self.engine.told(self.over_word, job.name)
 
     def asked(self, job: Job) -> EngineRequest:
-        """Return the job's request, or end the scene."""
         self._require(job, self.wait(lambda: self.requests(job)))
         return self.requests(job)[0]
 

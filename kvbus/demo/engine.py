@@ -44,7 +44,6 @@ class DemoEngine:
         self._flips_left = int(setup.flip_one_byte)
 
     async def settle(self) -> int:
-        """Wait for blocks; return the number still in use."""
         await self._engine.settle()
         return self._engine.num_held
 
@@ -157,7 +156,6 @@ async def _extend(offered: Offered, passes: AsyncIterator[Pass]) -> Step:
 
 
 def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
-    """Change one byte of a fetched K or latent that the next token attends to."""
     layer, group = rng.choice(sorted(generation.model.groups.items()))
     view = rng.choice(generation.kv.ranks_of(layer))[group.parts[0]]
     position = rng.randrange(first_seen(num_tokens, group.window), num_tokens)

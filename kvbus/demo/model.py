@@ -214,7 +214,7 @@ class Transformer:
         return attended.transpose(0, 1).flatten(1) @ weights["output"]
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
-        """RoPE: rotate pairs (i, i + half) of [head, token, dim], from position ``first``."""
+        """RoPE: rotate pairs (i, i + half) of [head, token, dim]."""
         turned = torch.complex(*x.chunk(2, dim=-1)) * self._turns[first : first + x.shape[1]]
         return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -228,7 +228,6 @@ class Generation:
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
     ) -> Iterator[tuple[int, Step]]:
-        """Yield the number of cached tokens, and the next token."""
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
             tokens = prompt[start : start + stride]

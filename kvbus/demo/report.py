@@ -18,8 +18,6 @@ from kvbus.text import printable
 
 @dataclass(slots=True)
 class Served:
-    """``first`` is the prefill engine's step, ``steps`` are the decode engine's."""
-
     request_id: str
     prompt: str
     first: Step | None = None
@@ -53,7 +51,6 @@ class DemoReport:
         return self.options.requests - num_ended
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures. ``leaked_blocks`` is null in a run that ended early."""
         taken = [one.taken for one in self.served if one.taken is not None]
         times_s = [one.seconds for one in taken]
         failures = Counter(one.failed for one in self.served if one.failed)

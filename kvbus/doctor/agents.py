@@ -1,4 +1,4 @@
-"""Checks of agents' configurations, by the agent's own start-up functions, and of their faults."""
+"""Checks of agents' configurations, by their own start-up functions, and of their faults."""
 
 import contextlib
 import errno
@@ -99,7 +99,6 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
 
 
 def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
-    """Return the agent's key, as client and server, and the problem with its keys."""
     try:
         keys = Access.open(config).keys
         load_http_token(config)
@@ -261,7 +260,6 @@ def _keys(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _advertised(name: str, host: str) -> Iterator[Finding]:
-    """Check the host; the name server may be slow."""
     if not host:
         return
     try:

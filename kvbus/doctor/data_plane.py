@@ -67,8 +67,6 @@ T = TypeVar("T")
 
 
 class GpuMemory(msgspec.Struct, frozen=True):
-    """GPU memory that another process can open, and the GPUs that torch sees."""
-
     cuda_version: str
     gpus: tuple[tuple[str, str, int], ...]
     """UUID, name and bytes."""
@@ -174,7 +172,7 @@ def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
 
 
 def check_cuda(limit_s: float) -> Iterator[Finding]:
-    """Check CUDA IPC if the driver has GPUs, even if torch does not see them."""
+    """torch may not see the GPUs of the driver."""
     num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     if num_devices == 0:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
@@ -232,7 +230,6 @@ async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, st
 
 
 def _why(error: KVBusError, log: str) -> str:
-    """Return the first error of UCX or NIXL, or the last log line."""
     head, _, tail = error.message.partition("; the last lines of its log:")
     reasons = [found[1] for one in (_UCX_ERROR, _NIXL_ERROR) if (found := one.search(log))]
     reasons += tail.splitlines()[-1:]

@@ -57,10 +57,7 @@ class Finding(msgspec.Struct):
 
 
 class Report:
-    """Findings in the order of their checks, and their verdict, which ignores notes.
-
-    With ``strict``, a warning makes ``exit_status`` 1, as an error does.
-    """
+    """Findings in the order of their checks, and their verdict, which ignores notes."""
 
     def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
         self._findings, self._strict = findings, strict
@@ -88,7 +85,6 @@ class Report:
         }
 
     def shown(self) -> Iterator[RenderableType]:
-        """Render all findings, the worst last, in at most 80 columns."""
         table = Table.grid(padding=(0, 1))
         table.add_column()
         table.add_column(overflow="fold")

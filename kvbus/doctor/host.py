@@ -51,7 +51,6 @@ def check_versions() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str:
-    """Return a version without an import; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -130,10 +129,7 @@ def limit_findings(
     may_lock: bool,
     rdma_devices: Sequence[str],
 ) -> Iterator[Finding]:
-    """With ``may_lock`` the limit of locked memory is ignored; None is unlimited.
-
-    Too little locked memory is only a warning, because `check_nixl` measures its effect.
-    """
+    """Too little locked memory is only a warning, because `check_nixl` measures its effect."""
     severity = OK
     for least, worse in ((MANY_FILES, NOTE), (GOOD_FILES, WARNING), (LEAST_FILES, ERROR)):
         if files is not None and files < least:

@@ -93,7 +93,7 @@ def connect_problem(host: str, port: int) -> str:
 
 
 def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
-    """Check an agent, also as a pair with ``reader``, the decode agent that reads from it."""
+    """``reader`` is the decode agent that reads from it."""
     try:
         peer = replace(peer, told=peer.status())
     except KVBusError as error:
@@ -142,7 +142,7 @@ def _answers_short(peer: AskedAgent) -> bool:
 
 
 def _packets(peer: AskedAgent) -> Finding:
-    """Check that full-size packets arrive both ways; the agent echoes the request."""
+    """The agent echoes a request of full size."""
     try:
         peer.ask(Status(echo=PADDING))
     except RequestTimeout:

@@ -40,8 +40,6 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 
 class BareAgent:
-    """``rows`` are the descriptors for `read`."""
-
     def __init__(
         self, size_bytes: int = NUM_PLACES * LONG_BYTES, rows: Mapping[str, Rows] | None = None
     ) -> None:
@@ -89,7 +87,6 @@ class BareAgent:
         return self._verify(self._rows["local"], self._rows["remote"])
 
     def measure(self, **lent: Any) -> float:
-        """Return the median bytes per second of long READs."""
         self.connect(**lent)
         descriptors = [_long_row(number) for number in range(NUM_PLACES)]
         for rows in descriptors:  # the first READs connect, and fault in the pages

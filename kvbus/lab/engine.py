@@ -37,8 +37,6 @@ Tables = Mapping[str, BlockTable]
 
 
 class BlockPool(HostPool):
-    """Each request gets a random selection of blocks."""
-
     def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
         super().__init__(num_blocks)
         self._rng = np.random.default_rng(list(seed.encode()))
@@ -193,7 +191,7 @@ class Engine:
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
         """Wait until no offer is live and no block is held, or nothing changes for ``stall_s``.
 
-        Return two `time.monotonic` times for each ended offer: last tokens ready, blocks released.
+        Return `time.monotonic` times of ended offers: last tokens ready, blocks released.
         """
         num_before, num_left = -1, self._num_left
         while num_left and num_left != num_before:
@@ -219,8 +217,6 @@ class Engine:
 
 
 class Offered:
-    """``ready_s`` is when its last tokens were ready."""
-
     def __init__(self, offer: Offer | HostOffer, ready_s: float) -> None:
         self.offer, self.ticket, self.ready_s = offer, offer.ticket, ready_s
         self.states: dict[str, npt.ArrayLike] = {}
@@ -255,7 +251,6 @@ class Offered:
             await self.offer.ended
 
     async def withdraw(self) -> None:
-        """Return when the engine owns the blocks again."""
         with suppress(KVBusError):  # it has already ended, or the agent has
             await self.offer.withdraw()
             await self.offer.ended

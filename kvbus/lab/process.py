@@ -149,7 +149,6 @@ async def _running(
 
 
 async def serve(engine: object) -> None:
-    """Call methods of ``engine`` for the tool, each in its own task."""
     stdin = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
 

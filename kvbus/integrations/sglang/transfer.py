@@ -51,8 +51,6 @@ MAX_NOTED = 65_536
 
 
 class TicketAndToken(msgspec.Struct, frozen=True):
-    """A router's data of a prefill by another engine."""
-
     ticket: dict[str, Any]
     first_token: int
     first_logprob: float | None = None
@@ -480,7 +478,6 @@ class Receiver(CommonKVReceiver):
         return KVPoll.Transferring if self._has_metadata else KVPoll.WaitingForInput
 
     def _final_state(self) -> Any:
-        """Return None while the pages may still be written to."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._has_metadata else None
         fetch = self._fetch

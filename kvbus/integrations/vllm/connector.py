@@ -75,7 +75,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         self._memory_links: list[Link] = []
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Share the KV cache; wait up to ``attach_timeout_s`` for agents, then continue without."""
+        """Wait up to ``attach_timeout_s`` for agents, then continue without."""
         self._rank = get_pp_group().rank_in_group * self._engine.tp_size
         self._rank += get_tp_group().rank_in_group
         self._memory = share_rank(self._engine, self._rank, *self._configs, kv_caches)

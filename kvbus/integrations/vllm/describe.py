@@ -187,7 +187,6 @@ def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
 
 
 def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    """A process knows only the layers of its pipeline stage."""
     numbers = tuple(sorted(map(layer_number, group.layer_names)))
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return numbers

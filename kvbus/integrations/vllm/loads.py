@@ -1,4 +1,7 @@
-"""Loads of a decode engine. A load is over once nothing can write into its blocks."""
+"""Loads of a decode engine, in the scheduler's thread: nothing blocks.
+
+A load is over once nothing can write into its blocks.
+"""
 
 import logging
 import time
@@ -112,10 +115,7 @@ class Loads:
             self._refuse(load)
 
     def refusal(self, request_id: str, *, takes_images: bool) -> str:
-        """Return the reason to end the request with an error, or an empty string.
-
-        In a rendezvous, a digest mismatch may be a missing image.
-        """
+        """In a rendezvous, a digest mismatch may be a missing image."""
         mismatch = self._mismatches.get(request_id, "") if takes_images else ""
         return self._refused.get(request_id, mismatch)
 

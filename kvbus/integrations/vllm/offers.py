@@ -1,4 +1,4 @@
-"""Offers of a prefill engine.
+"""Offers of a prefill engine, in the scheduler's thread.
 
 The ticket is requested when a request is first scheduled, so that it arrives before the last token.
 A named offer grows with each step, as its reader needs no ticket.

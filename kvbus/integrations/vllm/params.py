@@ -181,7 +181,6 @@ def prompt_of_sequence(request_id: str) -> str | None:
 
 
 def has_tokens(request: "Request") -> bool:
-    """Return False for embeddings, which no digest covers."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 

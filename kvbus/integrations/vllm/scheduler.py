@@ -218,7 +218,6 @@ class SchedulerSide:
     #
     # A whole block with the same hash stays.
     def _evict_partial(self) -> bool:
-        """Return whether vLLM's prefix cache had partial blocks."""
         pool = self._manager.block_pool
         partial_ids = self._loads.partial_blocks()
         cached = {

@@ -188,5 +188,4 @@ class LayerProbe:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """It leaves vLLM's random numbers unchanged."""
     return torch.Generator().manual_seed(seed)

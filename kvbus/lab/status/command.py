@@ -51,7 +51,6 @@ NAMES = [name for name in EVENTS if name != Heartbeat.op]
 IDS = ("request_id", "offer_id", "fetch_id")
 ANSWER_S, RETRY_S = 3.0, 1.0
 SILENCE_S = 10.0
-"""Longer than several heartbeats of an agent."""
 TRUSTED = "our key trusted as observer, router or decode"
 
 
@@ -180,10 +179,7 @@ class HttpAgent:
     was_answered: bool = False
 
     def look(self, timeout_s: float) -> View:
-        """Return the changes since the last call, or the reason for a missing response.
-
-        The token is never sent to a proxy or a redirect target.
-        """
+        """The token is never sent to a proxy or a redirect target."""
         before, self.last = self.last, None
         at = urlsplit(self.url)
         secure = at.scheme == "https"
@@ -208,8 +204,6 @@ class HttpAgent:
 
 
 def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
-    """Exit with an error if no agent answers."""
-
     def look() -> dict[str, View]:
         urls = [agent.url for agent in agents]
         with waiting_for(f"{' and '.join(urls)} to answer"), ThreadPoolExecutor() as threads:
@@ -230,7 +224,6 @@ def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_j
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
-    """Return agents by address, by default this pod's or `DEFAULTS`."""
     environment, token = gather(AgentConfig, None, knows_all=False).values, ""
     if path := token_file or environment.get("http_token_file"):
         try:

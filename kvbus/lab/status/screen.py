@@ -21,8 +21,6 @@ _STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """``before`` is None at first."""
-
     now: Live
     before: Live | None = None
 
@@ -34,12 +32,12 @@ class Between:
         return self.now.now_s - self.before.now_s
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """Return a counter's growth per second, summed over all other labels; 0 without samples."""
+        """Return growth per second, summed over all other labels; 0 without samples."""
         grown = sum(value for _, value in self._grown(name, labels))
         return max(0.0, grown) / self.seconds if self.seconds else None
 
     def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
-        """Return p50 and p99, in seconds, of a histogram's growth, or of all with one sample."""
+        """Return p50 and p99, in seconds, of the growth, or of all with one sample."""
         counts: dict[float, float] = {}
         for key, value in self._grown(f"{name}_bucket", labels):
             if bound := _LE.search(key):
