@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbus.bench.engine import BIG, GROUP, PairedBlocks, scattered
+from kvbus.bench.bench_engine import BIG, GROUP, PairedBlocks, scattered
 from kvbus.bench.figures import Ways, in_turn
 from kvbus.bench.pairs import agent
 from kvbus.engine import AgentRole, KvCache
 from kvbus.engine.bounce import BlockCopy, CopyBlocks, Direction
 from kvbus.geometry import KvPart
-from kvbus.lab.engine import Engine, private_cache
+from kvbus.lab.lab_engine import Engine, private_cache
 
 NUM_BLOCKS = (64 << 20) // BIG.block_bytes
 MEMORIES = ("shared", "host")

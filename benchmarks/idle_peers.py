@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.engine import SMALL, BenchEngine, contiguous
+from kvbus.bench.bench_engine import SMALL, BenchEngine, contiguous
 from kvbus.bench.pairs import BenchAgent, agent
 from kvbus.engine import AgentRole
 

@@ -20,9 +20,9 @@ from statistics import median
 
 import anyio
 
-from kvbus.agent.spans import ASKED
+from kvbus.agent.spans import SENDING
+from kvbus.bench.bench_engine import BIG, scattered
 from kvbus.bench.cases import measure_rate
-from kvbus.bench.engine import BIG, scattered
 from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.spawn import free_port
@@ -30,7 +30,7 @@ from kvbus.spawn import free_port
 MIB = 1 << 20
 SIZES_MIB = (1, 16, 64)
 OFF, ON = "without", "with spans"
-WAYS = (ASKED,)
+WAYS = (SENDING,)
 ACKNOWLEDGED_S = 0.1
 """More than an engine takes to say when it was told of the last end."""
 

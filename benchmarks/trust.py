@@ -16,8 +16,8 @@ from typing import Any
 
 import anyio
 
+from kvbus.bench.bench_engine import BIG, SMALL, PairedBlocks, Shape, scattered
 from kvbus.bench.cases import measure_rate
-from kvbus.bench.engine import BIG, SMALL, PairedBlocks, Shape, scattered
 from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bus import new_key_pair

@@ -36,7 +36,7 @@ def _lines() -> Iterator[str]:
     yield "#pragma once"
     yield from ("", "enum {", *(f"    KVBUS_{name} = {n}," for name, n in LIMITS.items()), "};")
     for socket, title in SECTIONS.items():
-        yield from ("", f"/* {title}: what is asked, and what the answer has */", "")
+        yield from ("", f"/* {title}: requests and replies */", "")
         for op, kind in REQUESTS[socket].items():
             yield from _define("OP", op, f"{_fields(kind)} -> {_fields(kind.reply)}")
     yield from ("", "/* Notices of the agent */", "")

@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Socket, ...]] = {
 }
 TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
 """Who may ask what the page for tools has."""
-FOR_SPANS = ("traceparent", "asked_s", "wanted_s")
+FOR_SPANS = ("traceparent", "sent_s", "wanted_s")
 """Fields that say nothing but what goes into spans: one paragraph is about all of them."""
 IN_COMMON = 2
 """Fields that so many messages of one page have alike are told once."""

@@ -14,11 +14,11 @@ from kvbus.agent.config import AgentConfig
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.runtime import BUS_READINGS, DATA_READINGS
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.observe import READINGS as DECODE_READINGS
-from kvbus_decode.observe import DecodeMetrics
+from kvbus_decode.fetch_reports import READINGS as DECODE_READINGS
+from kvbus_decode.fetch_reports import DecodeMetrics
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.observe import READINGS as PREFILL_READINGS
-from kvbus_prefill.observe import PrefillMetrics
+from kvbus_prefill.offer_reports import READINGS as PREFILL_READINGS
+from kvbus_prefill.offer_reports import PrefillMetrics
 
 PAGE = Path(__file__).with_name("reference.md")
 MIB = 1024**2

@@ -16,7 +16,7 @@ from kvbus_decode import read_table as read
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.read_table import TransferState
-from kvbus_prefill import slots
+from kvbus_prefill import slot_table as slots
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
 

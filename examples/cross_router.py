@@ -55,7 +55,7 @@ class Router:
     bootstrap_port: int
     http: httpx.AsyncClient
 
-    async def from_sglang(self, asked: dict[str, Any]) -> Tokens:
+    async def from_sglang(self, body: dict[str, Any]) -> Tokens:
         """SGLang prefills, vLLM decodes."""
         host, port, room = urlsplit(self.prefill.url).hostname, self.bootstrap_port, new_room()
         agent = await self._json("GET", f"http://{host}:{port}/kvbus")
@@ -63,41 +63,41 @@ class Router:
         meets = {"transfer_id": f"sglang-room-{room:016x}", "request_id": f"room-{room}", **agent}
         params = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._sglang, self.prefill, asked, boot)
-            choice, _ = await self._vllm(self.decode, asked, asked["max_tokens"], params)
+            tasks.start_soon(self._sglang, self.prefill, body, boot)
+            choice, _ = await self._vllm(self.decode, body, body["max_tokens"], params)
         tokens: Tokens = choice["token_ids"]
         return tokens
 
-    async def from_vllm(self, asked: dict[str, Any]) -> Tokens:
+    async def from_vllm(self, body: dict[str, Any]) -> Tokens:
         """VLLM prefills, SGLang decodes."""
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        choice, params = await self._vllm(self.prefill, asked, 1, params)
+        choice, params = await self._vllm(self.prefill, body, 1, params)
         if "ticket" not in params:
             raise httpx.HTTPError(f"{self.prefill.url} offers no KV: does its prefill agent run?")
         given = {"ticket": params["ticket"], "first_token": choice["token_ids"][0]}
         room = {"bootstrap_host": "kvbus", "bootstrap_room": new_room()}
-        return await self._sglang(self.decode, asked, room, {"custom_params": {"kvbus": given}})
+        return await self._sglang(self.decode, body, room, {"custom_params": {"kvbus": given}})
 
     async def _sglang(
-        self, server: Server, asked: dict[str, Any], room: dict[str, Any], more: Any = None
+        self, server: Server, body: dict[str, Any], room: dict[str, Any], more: Any = None
     ) -> Tokens:
         sampling = {
-            "max_new_tokens": asked["max_tokens"],
-            "temperature": asked.get("temperature", 0),
-            "ignore_eos": asked.get("ignore_eos", False),
+            "max_new_tokens": body["max_tokens"],
+            "temperature": body.get("temperature", 0),
+            "ignore_eos": body.get("ignore_eos", False),
             **(more or {}),
         }
-        fields = {"input_ids": asked["prompt"], "sampling_params": sampling, **room}
+        fields = {"input_ids": body["prompt"], "sampling_params": sampling, **room}
         answer = await self._json("POST", f"{server.url}/generate", fields)
         tokens: Tokens = answer["output_ids"]
         return tokens
 
     async def _vllm(
-        self, server: Server, asked: dict[str, Any], max_tokens: int, params: dict[str, Any]
+        self, server: Server, body: dict[str, Any], max_tokens: int, params: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """What it chose, and what is to be told to decode."""
         fields = {
-            **{"temperature": 0, **asked, "max_tokens": max_tokens, "kv_transfer_params": params},
+            **{"temperature": 0, **body, "max_tokens": max_tokens, "kv_transfer_params": params},
             **{"return_token_ids": True, "detokenize": False},
         }
         answer = await self._json("POST", f"{server.url}/v1/completions", fields)
@@ -120,15 +120,15 @@ def app_of(route: Callable[[dict[str, Any]], Awaitable[Tokens]]) -> Starlette:
 
     async def generate(request: Request) -> JSONResponse:
         try:
-            asked = await request.json()
-            _ = asked["prompt"], asked["max_tokens"]
+            body = await request.json()
+            _ = body["prompt"], body["max_tokens"]
         except (ValueError, TypeError, KeyError) as error:
             message = f"the body is no JSON map with prompt and max_tokens: {error!r}"
             return JSONResponse({"error": message}, status_code=400)
         answer: dict[str, Any] = {}
         status = 200
         try:
-            answer["tokens"] = await route(asked)
+            answer["tokens"] = await route(body)
         except* httpx.HTTPError as group:
             answer["error"] = "; ".join(map(repr, group.exceptions))
             status = 502

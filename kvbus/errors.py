@@ -54,9 +54,9 @@ class ErrorCode(StrEnum):
     """The message names a boot id, an engine or a lease epoch that is no longer current. Do: drop
     the state that the message is about. Shake hands or register again."""
     FORBIDDEN = "forbidden"
-    """Missing or invalid credential: the ticket's secret, the lease's token, the ``access`` of the
-    memory, or a key with the right role. Do: pass tickets on unchanged, and make each side trust
-    the other's key."""
+    """Missing or invalid credential: the ticket's secret, the lease's token, the ``rank_secret`` of
+    the memory, or a key with the right role. Do: pass tickets on unchanged, and make each side
+    trust the other's key."""
     PROMPT_MISMATCH = "prompt_mismatch"
     """The ticket is for another prompt than the fetch, or has no prompt digest where tickets are
     signed. Do: make the router send each ticket with its own prompt."""

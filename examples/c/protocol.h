@@ -8,7 +8,7 @@ enum {
     KVBUS_MAX_ITEMS = 262144,
 };
 
-/* Attach socket: what is asked, and what the answer has */
+/* Attach socket: requests and replies */
 
 /* min_protocol, max_protocol, engine_id, boot -> protocol, agent_id, agent_boot, role, engine_endpoint,
    peer_endpoint, events_endpoint, [server_key] */
@@ -18,9 +18,9 @@ enum {
 /* segment_id, device, handle, offset_bytes, size_bytes, [event] -> nothing */
 #define KVBUS_OP_CUDA "cuda"
 
-/* Engine socket, of all agents: what is asked, and what the answer has */
+/* Engine socket, of all agents: requests and replies */
 
-/* engine, [rank], [others], [access], [role], [instance], [republishes] -> nothing */
+/* engine, [rank], [remote_ranks], [rank_secret], [role], [instance], [republishes] -> nothing */
 #define KVBUS_OP_REGISTER "register"
 /* nothing -> memory */
 #define KVBUS_OP_READY "ready"
@@ -29,10 +29,10 @@ enum {
 /* nothing -> nothing */
 #define KVBUS_OP_PING "ping"
 
-/* Engine socket of a prefill agent: what is asked, and what the answer has */
+/* Engine socket of a prefill agent: requests and replies */
 
 /* request_id, num_tokens, tables, [sealed], [ttl_s], [audience], [prompt_digest], [transfer_id], [readers],
-   [traceparent], [asked_s], [cell], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
+   [traceparent], [sent_s], [cell], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
    [ttl_s] */
 #define KVBUS_OP_OFFER "offer"
 /* offer_id, num_tokens, [tables] -> nothing */
@@ -44,10 +44,10 @@ enum {
 /* [ended] -> nothing */
 #define KVBUS_OP_REPUBLISHED "republished"
 
-/* Engine socket of a decode agent: what is asked, and what the answer has */
+/* Engine socket of a decode agent: requests and replies */
 
 /* fetch_id, ticket, num_tokens, tables, [first_token], [timeout_s], [zero_tail], [chunk_tokens],
-   [prompt_digest], [priority], [traceparent], [asked_s], [wanted_s], [token], [repeated], [at_most] ->
+   [prompt_digest], [priority], [traceparent], [sent_s], [wanted_s], [token], [repeated], [at_most] ->
    fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
    [whole_blocks], [num_tokens], [attempts] */
 #define KVBUS_OP_FETCH "fetch"
@@ -84,8 +84,8 @@ enum {
 #define KVBUS_CODE_DRAINING "draining"
 /* The message names a boot id, an engine or a lease epoch that is no longer current. */
 #define KVBUS_CODE_STALE "stale"
-/* Missing or invalid credential: the ticket's secret, the lease's token, the `access` of the memory, or a key
-   with the right role. */
+/* Missing or invalid credential: the ticket's secret, the lease's token, the `rank_secret` of the memory, or
+   a key with the right role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
 /* The ticket is for another prompt than the fetch, or has no prompt digest where tickets are signed. */
 #define KVBUS_CODE_PROMPT_MISMATCH "prompt_mismatch"

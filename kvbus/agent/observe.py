@@ -264,7 +264,7 @@ class AgentMetrics:
         self.registry.register(LOST_LINES)
         self.loop_lag_s = self.times(
             "kvbus_event_loop_lag_seconds",
-            "How much later than asked for the event loop ran a timer.",
+            "Delay of a timer in the event loop.",
             buckets_s=LAG_BUCKETS_S,
         )
         lags_s = self._lags_s = deque([0.0], NUM_LAGS)

@@ -23,13 +23,13 @@ from kvbus.agent.data_plane import (
     is_one_machine,
     restrict_ucx,
 )
-from kvbus.agent.engines import EngineDirectory, Reception
+from kvbus.agent.engine_directory import EngineDirectory, Reception
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.processes import READINGS as PROCESS_READINGS
 from kvbus.agent.processes import ProcessReport
 from kvbus.agent.service import Agent, Service
-from kvbus.agent.slots import StagingDevices
+from kvbus.agent.staging_devices import StagingDevices
 from kvbus.agent.status import StatusReporter, without_place
 from kvbus.bus import (
     BusContext,
@@ -65,7 +65,7 @@ BUS_READINGS = {
     "malformed_messages": "Frames that were no message, on any socket.",
     "bus_busy": "Requests that were refused because too many were pending.",
     "bus_repeats": "Requests that came again, by a new connection, while they were in progress.",
-    "peer_pings": "Signs of life that other agents have asked for.",
+    "peer_pings": "Pings from other agents.",
     "replies_dropped": "Replies, notices and large requests whose peer was gone or did not read.",
     "attach_refused": "Connections to the attach socket that were turned away.",
 }
@@ -313,20 +313,20 @@ class Runtime:
             HttpServer(self.config.http_bind, pages, token)
 
     def _take_requests(self) -> None:
-        def tell(asked: Status, call: Call) -> None:
-            told = self.report.status(asked)
-            if not asked.faults:
+        def tell(request: Status, call: Call) -> None:
+            told = self.report.status(request)
+            if not request.faults:
                 call.reply(told)
             elif (live := self.report.live()).done():
                 call.reply(structs.replace(told, faults=live.result().status.faults))
             else:
                 self.agent.tasks.start_soon(self._tell_faults, told, live, call)
 
-        def tell_peer(asked: Status, call: Call) -> None:
+        def tell_peer(request: Status, call: Call) -> None:
             if self.sockets.peers.knows(call):
-                tell(asked, call)
+                tell(request, call)
             else:
-                call.reply(without_place(self.report.status(asked)))
+                call.reply(without_place(self.report.status(request)))
 
         self.sockets.engines.on(
             {
@@ -341,7 +341,7 @@ class Runtime:
         self.sockets.peers.on(
             {
                 Status: tell_peer,
-                Trace: lambda asked, call: call.reply(self.report.trace(asked)),
+                Trace: lambda request, call: call.reply(self.report.trace(request)),
                 **self.service.peer_handlers(),
             },
             gate=self.agent.access.gate,

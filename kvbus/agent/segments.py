@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.agent.loop import in_thread
-from kvbus.agent.slots import StagingDevices
+from kvbus.agent.staging_devices import StagingDevices
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import HOST

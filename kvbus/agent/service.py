@@ -9,12 +9,12 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
 from kvbus.agent.data_plane import DataPlane
-from kvbus.agent.engines import EngineDirectory, EngineUser
+from kvbus.agent.engine_directory import EngineDirectory, EngineUser
 from kvbus.agent.loop import until
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.processes import ProcessReport
-from kvbus.agent.slots import StagingDevices
 from kvbus.agent.spans import Histories
+from kvbus.agent.staging_devices import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.data.client import DataProcess
 from kvbus.data.messages import Cut
@@ -97,5 +97,5 @@ class Service(EngineUser):
         """Return the view of another agent, without its identity."""
         return PeerView()
 
-    def cost(self, asked: Cost) -> Predicted:
+    def cost(self, request: Cost) -> Predicted:
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)

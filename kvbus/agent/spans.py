@@ -16,7 +16,7 @@ from kvbus.table.table import History, Table
 FORGOTTEN = "forgotten"
 PENDING, MAX_PENDING_S = "pending", 86_400.0
 """In the engine before its request, and its longest plausible duration."""
-ASKED, MAX_ASKED_S = "asked", 3600.0
+SENDING, MAX_SENDING_S = "sending", 3600.0
 """Between an engine's request and its arrival, likewise."""
 
 
@@ -27,10 +27,10 @@ class Histories(Generic[N]):
     def __init__(self, table: Table[Any, Any, Any, Any]) -> None:
         self._newest = table.newest
 
-    def lines(self, asked: Status) -> list[str]:
+    def lines(self, request: Status) -> list[str]:
         raise NotImplementedError
 
-    def remembered(self, asked: Trace) -> TraceResult:
+    def remembered(self, request: Trace) -> TraceResult:
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:
@@ -95,7 +95,7 @@ def forgotten_span(history: History, *, depth: int) -> list[Span]:
     return [Span(FORGOTTEN, history.started_at, history.steps[0][0], depth)]
 
 
-def asked_span(
+def sending_span(
     history: History, asked_at: float | None, *, depth: int, started_at: float | None = None
 ) -> list[Span]:
     """Return a span from the engine's request, at ``asked_at`` by its clock, to the start.
@@ -103,15 +103,15 @@ def asked_span(
     Times of another time namespace make no span.
     """
     started_at = history.started_at if started_at is None else started_at
-    if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_ASKED_S:
+    if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_SENDING_S:
         return []
-    return [Span(ASKED, asked_at, started_at, depth)]
+    return [Span(SENDING, asked_at, started_at, depth)]
 
 
-def pending_span(wanted_at: float | None, asked: Span) -> list[Span]:
-    if wanted_at is None or not 0 < asked.start_s - wanted_at <= MAX_PENDING_S:
+def pending_span(wanted_at: float | None, request: Span) -> list[Span]:
+    if wanted_at is None or not 0 < request.start_s - wanted_at <= MAX_PENDING_S:
         return []
-    return [Span(PENDING, wanted_at, asked.start_s)]
+    return [Span(PENDING, wanted_at, request.start_s)]
 
 
 def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:

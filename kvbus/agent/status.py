@@ -64,13 +64,13 @@ class StatusReporter:
     _live: tuple[float, Future[Live]] | None = None
     _maker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "live"))
 
-    def status(self, asked: Status) -> AgentStatus:
+    def status(self, request: Status) -> AgentStatus:
         agent, service, view = self.agent, self.service, None
-        if asked.peer or asked.key:
+        if request.peer or request.key:
             view = structs.replace(
-                service.view(asked.peer),
+                service.view(request.peer),
                 server_key=agent.identity.server_key,
-                roles=agent.access.roles_of(asked.key),
+                roles=agent.access.roles_of(request.key),
             )
         return AgentStatus(
             agent_id=agent.identity.agent_id,
@@ -79,19 +79,19 @@ class StatusReporter:
             draining=self.is_draining,
             counts=service.counts(),
             data_endpoints=agent.data_plane.endpoints,
-            history=tuple(service.histories.lines(asked)),
+            history=tuple(service.histories.lines(request)),
             sharing=service.sharing(),
             silent_peers={at: silent_s for (at, _), silent_s in service.silent_peers().items()},
             engine_instances={n: engine.instance for n, engine in agent.engines.engines.items()},
             peer_endpoint=agent.identity.peer_endpoint,
             events_endpoint=agent.identity.events_endpoint,
-            echo=asked.echo,
+            echo=request.echo,
             view=view,
             processes=agent.processes.processes(),
         )
 
-    def trace(self, asked: Trace) -> Traced:
-        identity, remembered = self.agent.identity, self.service.histories.remembered(asked)
+    def trace(self, request: Trace) -> Traced:
+        identity, remembered = self.agent.identity, self.service.histories.remembered(request)
         spans, cut = remembered.newest()
         return Traced(
             agent_id=identity.agent_id,
@@ -101,7 +101,7 @@ class StatusReporter:
             wall_s=time.time(),
             spans=spans,
             cut=cut,
-            others=remembered.others[-MAX_OTHERS:],
+            agents=remembered.agents[-MAX_OTHERS:],
         )
 
     def unready(self) -> list[Fault]:

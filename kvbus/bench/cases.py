@@ -18,7 +18,7 @@ from statistics import median
 import anyio
 import numpy as np
 
-from kvbus.bench.engine import (
+from kvbus.bench.bench_engine import (
     BIG,
     HND_1,
     LAYERED,

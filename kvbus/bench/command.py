@@ -104,7 +104,7 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
 
 
 def _show(
-    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **asked: float
+    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **options: float
 ) -> None:
     sheet = Sheet()
     machine = {
@@ -112,7 +112,7 @@ def _show(
         "load_before": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **asked,
+        **options,
         **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.engine import BenchEngine, PairedBlocks, Shape, Ticket
+from kvbus.bench.bench_engine import BenchEngine, PairedBlocks, Shape, Ticket
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
 from kvbus.lab.process import EngineChild, Settings, Taken, engine_process, start_agent
@@ -193,6 +193,6 @@ async def running(
             started = agent(role, folder, settings=settings.get(role, DEFAULTS))
             agents[f"{role} agent"] = stack.enter_context(started)
         path, log = str(agents["prefill agent"].attach_path), folder / "prefill-engines.log"
-        process = engine_process("prefill engine", "kvbus.bench.engine", path, log=log)
+        process = engine_process("prefill engine", "kvbus.bench.bench_engine", path, log=log)
         async with process as engines:
             yield Bench(agents, engines, folder, stack)

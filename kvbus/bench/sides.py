@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from kvbus.bench import pipe
-from kvbus.bench.engine import (
+from kvbus.bench.bench_engine import (
     BIG,
     GROUP,
     HND_1,

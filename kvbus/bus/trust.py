@@ -120,12 +120,12 @@ class ZapHandler(SocketActor):
 
     async def _answer(self, frames: list[bytes]) -> None:
         """Answer libzmq, RFC 27: version, request, domain, address, identity, mechanism, key."""
-        sender, delimiter, _, request, *asked = frames
+        sender, delimiter, _, request, *details = frames
         try:
             key = ""
-            if len(frames) == _NUM_FRAMES and asked[3] == _CURVE:
-                key = z85.encode(asked[4]).decode()
-                applicant = ZapRequest(key, address=asked[1].decode(), domain=asked[0].decode())
+            if len(frames) == _NUM_FRAMES and details[3] == _CURVE:
+                key = z85.encode(details[4]).decode()
+                applicant = ZapRequest(key, address=details[1].decode(), domain=details[0].decode())
                 key = key if await self._admit(applicant) else ""
             code = _LET_IN if key else _REFUSED
             self._pump.send(sender, delimiter, _VERSION, request, code, b"", key.encode(), b"")
@@ -176,7 +176,7 @@ def _parse(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, r
 # cookie. In the reply, the owner and inode follow the header, state, ends and counters. A closed
 # socket has no inode; its owner reads as 0, which does not mean root.
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _IS_REQUEST, _ANY = 4, 20, 1, 0xFFFFFFFF
-_ASKED = struct.Struct("=LHHLL4BL")
+_QUERY = struct.Struct("=LHHLL4BL")
 _TYPE_AT, _OWNER_AT = 4, 80
 
 
@@ -199,8 +199,8 @@ def _owner_at_other_end(fd: int) -> int | None:
         for one in (peer_host, host):
             ends += tcp.inet_pton(here.family, one.partition("%")[0]).ljust(16, b"\0")
         ends += struct.pack("=LLL", 0, _ANY, _ANY)
-        header = _ASKED.size + len(ends), _BY_FAMILY, _IS_REQUEST, 0, 0
-        kernel.send(_ASKED.pack(*header, here.family, tcp.IPPROTO_TCP, 0, 0, _ANY) + ends)
+        header = _QUERY.size + len(ends), _BY_FAMILY, _IS_REQUEST, 0, 0
+        kernel.send(_QUERY.pack(*header, here.family, tcp.IPPROTO_TCP, 0, 0, _ANY) + ends)
         answer = kernel.recv(4096, tcp.MSG_DONTWAIT)
     if struct.unpack_from("=H", answer, _TYPE_AT) != (_BY_FAMILY,):
         return None

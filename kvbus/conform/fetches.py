@@ -6,8 +6,8 @@ It writes wrong numbers until a fetch is over, to detect early use and foreign w
 import json
 from collections.abc import Iterator
 
-from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import RegionView, covered
+from kvbus.conform.played_agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.rules import DECODE
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import EngineStage, Job, ticket_of
@@ -70,13 +70,13 @@ class FetchStage(EngineStage):
             return
         self.check_untouched(job)
         self._write(job, job.name)
-        body = job.asked.body if job.asked else None
+        body = job.request.body if job.request else None
         if isinstance(body, StartFetch) and body.chunk_tokens:
             landed = Landed(fetch_id=job.handoff_id, num_tokens=job.num_tokens)
             self.agent.notify(landed.op, landed)
 
     def end(self, job: Job, outcome: Outcome, *, blocks_free: bool = True, code: str = "") -> None:
-        if job.asked is None:
+        if job.request is None:
             return
         job.over |= blocks_free
         fetched = Fetched(
@@ -88,7 +88,7 @@ class FetchStage(EngineStage):
             code=code,
             message="as kvbus conform has it" if code else "",
         )
-        self.agent.reply(job.asked, {"ok": to_body(fetched)})
+        self.agent.reply(job.request, {"ok": to_body(fetched)})
 
     def free(self, job: Job) -> None:
         self.check_untouched(job)
@@ -145,7 +145,7 @@ class FetchStage(EngineStage):
             return refusal("geometry", problem)
         self.book.expect("fetch.answered", True)
         self._fetch_ids.add(body.fetch_id)
-        job.handoff_id, job.tables, job.asked = body.fetch_id, dict(body.tables), request
+        job.handoff_id, job.tables, job.request = body.fetch_id, dict(body.tables), request
         self._check_blocks(job)
         self._write(job, job.name + WRONG_BY)
         return None

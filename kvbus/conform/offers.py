@@ -3,8 +3,8 @@
 import json
 from functools import partial
 
-from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import LiveCell, covered
+from kvbus.conform.played_agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import MAX_BLOCKS, EngineStage, Job, Kept, ticket_of
@@ -125,7 +125,7 @@ class OfferStage(EngineStage):
         if not job.again:
             self.book.untried("offer.again", "the engine ends its offers with their agent")
             return bool(self.told_over(job))
-        is_reported = self.wait(lambda: self.agent.asked(Republished.op))
+        is_reported = self.wait(lambda: self.agent.requests_of(Republished.op))
         violation = f"no `republished` after request {job.name}, which was published again"
         return self.book.expect("offer.again", is_reported, violation) and self.end_well(job)
 
@@ -237,7 +237,7 @@ def blocks(stage: OfferStage) -> None:
     stage.taken(first, *others)
     stage.wait(lambda: stage.engine.told("ticket", first.name))
     stage.engine.say("withdraw", first.name)
-    withdrawn = stage.wait(lambda: stage.agent.asked(WithdrawOffer.op, before))
+    withdrawn = stage.wait(lambda: stage.agent.requests_of(WithdrawOffer.op, before))
     stage.book.expect("offer.answered", withdrawn, f"no `withdraw` for request {first.name}")
     stage.use_all_blocks("offer.reused")
     stage.release(first, Outcome.WITHDRAWN)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.conform import fetches, offers
-from kvbus.conform.agent import PlayedAgent
 from kvbus.conform.engine_process import EngineCommand
 from kvbus.conform.fetches import FetchStage
 from kvbus.conform.offers import OfferStage
+from kvbus.conform.played_agent import PlayedAgent
 from kvbus.conform.rules import BOTH, Book, RuleOutcome
 from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import EngineStage, Job, SceneEndedError
@@ -26,9 +26,9 @@ NUM_MANY = 5_000
 
 
 def late(stage: EngineStage) -> None:
-    job, asked = _held(stage)
+    job, request = _held(stage)
     stage.agent.play(LATE_S)
-    stage.agent.answer(asked)
+    stage.agent.answer(request)
     ended = stage.goes_on(job)
     stage.book.expect("requests.late_answer", ended, f"request {job.name} did not go on")
     _asked_once(stage, job)
@@ -38,15 +38,15 @@ def other_order(stage: EngineStage) -> None:
     with stage.agent.holding(stage.op):
         first, second = stage.begin(20), stage.begin(30)
         stage.agent.until(lambda: stage.requests(first) and stage.requests(second), CONCURRENT_S)
-        asked = stage.requests(first) + stage.requests(second)
-    for one in asked[1:]:
+        requests = stage.requests(first) + stage.requests(second)
+    for one in requests[1:]:
         stage.agent.refuse(one, "draining")
-    for one in asked[:1]:
+    for one in requests[:1]:
         stage.agent.answer(one)
     ended = stage.goes_on(first)
     seen = f"request {first.name} did not go on, whose answer had more fields"
     stage.book.expect("requests.unknown_field", ended, seen)
-    if len(asked) < 2:
+    if len(requests) < 2:
         stage.book.untried("requests.order", "the engine has one request at a time")
         stage.goes_on(second)
         return
@@ -57,8 +57,8 @@ def other_order(stage: EngineStage) -> None:
 
 
 def unknown_code(stage: EngineStage) -> None:
-    job, asked = _held(stage)
-    stage.agent.refuse(asked, "moon_phase", phase=0.25)
+    job, request = _held(stage)
+    stage.agent.refuse(request, "moon_phase", phase=0.25)
     told = stage.wait(lambda: stage.engine.told("refused", job.name))
     stage.book.expect("requests.unknown_code", told, f"no line `refused {job.name} ...`")
     ended = stage.goes_on(stage.begin(20))
@@ -66,9 +66,9 @@ def unknown_code(stage: EngineStage) -> None:
 
 
 def busy(stage: EngineStage) -> None:
-    job, asked = _held(stage)
+    job, request = _held(stage)
     refused_at = time.monotonic()
-    stage.agent.refuse(asked, "busy", retry_after_s=RETRY_AFTER_S)
+    stage.agent.refuse(request, "busy", retry_after_s=RETRY_AFTER_S)
     again = stage.wait(lambda: len(stage.requests(job)) > 1)
     if not stage.book.expect("requests.busy", again, f"request {job.name} was not asked again"):
         return
@@ -92,7 +92,7 @@ def silence(stage: EngineStage) -> None:
     stage.agent.silent = True
     job = stage.begin(20)
     stage.agent.play(SILENT_S)
-    pings = stage.agent.asked(Ping.op, before)
+    pings = stage.agent.requests_of(Ping.op, before)
     stage.book.expect("requests.ping", bool(pings), f"no `ping` in {SILENT_S:g} s of silence")
     _asked_once(stage, job)
     stage.agent.silent = False
@@ -127,7 +127,7 @@ def stop(stage: EngineStage) -> None:
 def _held(stage: EngineStage) -> tuple[Job, EngineRequest]:
     with stage.agent.holding(stage.op):
         job = stage.begin(20)
-        return job, stage.asked(job)
+        return job, stage.request_of(job)
 
 
 def _asked_once(stage: EngineStage, job: Job) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvbus.conform.agent import PlayedAgent
 from kvbus.conform.memory import Bytes, LiveCell, RegionView
+from kvbus.conform.played_agent import PlayedAgent
 from kvbus.conform.rules import Rule
 from kvbus.conform.session import EngineRequest
 from kvbus.geometry import BlockTable, GroupSpec
@@ -41,7 +41,7 @@ class Job:
     counts: tuple[int, ...]
     handoff_id: str = ""
     tables: dict[str, BlockTable] = field(default_factory=dict)
-    asked: EngineRequest | None = None
+    request: EngineRequest | None = None
     over: bool = False
     num_ready: int = 0
     sealed: bool = False
@@ -147,12 +147,16 @@ class EngineStage(ABC):
 
     def requests(self, job: Job) -> list[EngineRequest]:
         name = str(job.name)
-        return [asked for asked in self.agent.asked(self.op) if self.name_of(asked.body) == name]
+        return [
+            request
+            for request in self.agent.requests_of(self.op)
+            if self.name_of(request.body) == name
+        ]
 
     def told_over(self, job: Job) -> list[str]:
         return self.engine.told(self.over_word, job.name)
 
-    def asked(self, job: Job) -> EngineRequest:
+    def request_of(self, job: Job) -> EngineRequest:
         self._require(job, self.wait(lambda: self.requests(job)))
         return self.requests(job)[0]
 

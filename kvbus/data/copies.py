@@ -38,64 +38,64 @@ class Copying:
     result: Callable[[], Result | None] = lambda: None
 
 
-def copy(asked: Copy, plan: PreparedPlan, copiers: Copiers, most: int) -> Copying:
+def copy(job: Copy, plan: PreparedPlan, copiers: Copiers, most: int) -> Copying:
     def parts() -> Iterable[Part]:
-        runs = plan.find(asked.source_tables, asked.target_tables, asked.spans)
+        runs = plan.find(job.source_tables, job.target_tables, job.spans)
         runs.check_sources(plan.extents)
         return _cut(runs, plan.local, copiers, most)
 
-    return Copying(asked.turn, plan.local, parts)
+    return Copying(job.turn, plan.local, parts)
 
 
 def copy_staged(
-    asked: CopyStaged, plan: PreparedPlan, slots: Slots, copiers: Copiers, most: int
+    job: CopyStaged, plan: PreparedPlan, slots: Slots, copiers: Copiers, most: int
 ) -> Copying:
     def parts() -> Iterable[Part]:
-        staged, slot_at = plan.staged_plan(asked.index), slots.address(asked.slot)
-        runs = staged.copies(asked.target_tables, asked.tile, slot_at=slot_at)
+        staged, slot_at = plan.staged_plan(job.index), slots.address(job.slot)
+        runs = staged.copies(job.target_tables, job.tile, slot_at=slot_at)
         return _cut(runs, plan.local, copiers, most)
 
-    return Copying(asked.turn, plan.local, parts)
+    return Copying(job.turn, plan.local, parts)
 
 
-def scatter(asked: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> Copying:
+def scatter(job: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> Copying:
     def scatter_into(memory: LocalMemory) -> int:
         memory.check_is_there()
-        paged = memory.paged(asked.tile.group)
-        memory.run(lambda: paged.scatter(asked.table, asked.tile, slots.view(asked.slot)))
-        return slot_bytes(paged.group, asked.tile)
+        paged = memory.paged(job.tile.group)
+        memory.run(lambda: paged.scatter(job.table, job.tile, slots.view(job.slot)))
+        return slot_bytes(paged.group, job.tile)
 
     parts = [partial(scatter_into, memory) for memory in memories]
-    return Copying(asked.turn, memories, lambda: parts)
+    return Copying(job.turn, memories, lambda: parts)
 
 
-def gather(asked: GatherJob, memory: LocalMemory, slots: Slots) -> Copying:
+def gather(job: GatherJob, memory: LocalMemory, slots: Slots) -> Copying:
     def part() -> int:
         memory.check_is_there()
-        paged = memory.paged(asked.tile.group)
-        memory.run(lambda: paged.gather(asked.table, asked.tile, slots.view(asked.slot)))
-        return slot_bytes(paged.group, asked.tile)
+        paged = memory.paged(job.tile.group)
+        memory.run(lambda: paged.gather(job.table, job.tile, slots.view(job.slot)))
+        return slot_bytes(paged.group, job.tile)
 
-    return Copying(asked.turn, (memory,), lambda: (part,))
+    return Copying(job.turn, (memory,), lambda: (part,))
 
 
-def zero(asked: Zero, memory: LocalMemory) -> Copying:
+def zero(job: Zero, memory: LocalMemory) -> Copying:
     def part() -> int:
         memory.check_is_there()
-        paged = memory.paged(asked.group)
-        memory.run(lambda: paged.zero(asked.table, *asked.span))
+        paged = memory.paged(job.group)
+        memory.run(lambda: paged.zero(job.table, *job.span))
         return 0
 
-    return Copying(asked.turn, (memory,), lambda: (part,))
+    return Copying(job.turn, (memory,), lambda: (part,))
 
 
-def wipe(asked: Wipe, slots: Slots) -> Copying:
-    return Copying(WIPES, (), lambda: (partial(slots.wipe, asked.slot),))
+def wipe(job: Wipe, slots: Slots) -> Copying:
+    return Copying(WIPES, (), lambda: (partial(slots.wipe, job.slot),))
 
 
-def digest(asked: DigestJob, memory: LocalMemory) -> Copying:
-    digests = DigestParts(asked, memory)
-    return Copying(asked.turn, (memory,), digests.parts, lambda: Digested(digests=digests.joined()))
+def digest(job: DigestJob, memory: LocalMemory) -> Copying:
+    digests = DigestParts(job, memory)
+    return Copying(job.turn, (memory,), digests.parts, lambda: Digested(digests=digests.joined()))
 
 
 def _cut(

@@ -29,41 +29,41 @@ def slots(device: str) -> Name:
 
 NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
     wire.OpenNixl: lambda _: (NIXL,),
-    wire.OpenSlots: lambda asked: (slots(asked.device),),
-    wire.AddMemory: lambda asked: (memory(asked.memory),),
-    wire.AddRemote: lambda asked: (memory(asked.memory),),
-    wire.DiscardMemory: lambda asked: (memory(asked.memory),),
-    wire.RemoveMemory: lambda asked: (memory(asked.memory),),
-    wire.AddPeer: lambda asked: (NIXL, peer(asked.peer)),
-    wire.RemovePeer: lambda asked: (NIXL, peer(asked.peer)),
-    wire.AddPlan: lambda asked: (
-        plan(asked.plan),
-        *map(memory, asked.sources.values()),
-        *map(memory, asked.targets.values()),
+    wire.OpenSlots: lambda request: (slots(request.device),),
+    wire.AddMemory: lambda request: (memory(request.memory),),
+    wire.AddRemote: lambda request: (memory(request.memory),),
+    wire.DiscardMemory: lambda request: (memory(request.memory),),
+    wire.RemoveMemory: lambda request: (memory(request.memory),),
+    wire.AddPeer: lambda request: (NIXL, peer(request.peer)),
+    wire.RemovePeer: lambda request: (NIXL, peer(request.peer)),
+    wire.AddPlan: lambda request: (
+        plan(request.plan),
+        *map(memory, request.sources.values()),
+        *map(memory, request.targets.values()),
     ),
-    wire.RemovePlan: lambda asked: (plan(asked.plan),),
-    wire.Metadata: lambda asked: (
+    wire.RemovePlan: lambda request: (plan(request.plan),),
+    wire.Metadata: lambda request: (
         NIXL,
-        *map(memory, asked.memories),
-        *map(slots, asked.devices),
+        *map(memory, request.memories),
+        *map(slots, request.devices),
     ),
-    wire.Read: lambda asked: (plan(asked.plan), NIXL),
-    wire.ReadStaged: lambda asked: (plan(asked.plan), NIXL, slots(asked.device)),
-    wire.ReadTile: lambda asked: (NIXL, peer(asked.peer), slots(asked.device)),
-    wire.Copy: lambda asked: (plan(asked.plan),),
-    wire.CopyStaged: lambda asked: (plan(asked.plan), slots(asked.device)),
-    wire.Scatter: lambda asked: (*map(memory, asked.memories), slots(asked.device)),
-    wire.GatherJob: lambda asked: (memory(asked.memory), slots(asked.device)),
-    wire.Zero: lambda asked: (memory(asked.memory),),
-    wire.Wipe: lambda asked: (slots(asked.device),),
-    wire.DigestJob: lambda asked: (memory(asked.memory),),
+    wire.Read: lambda request: (plan(request.plan), NIXL),
+    wire.ReadStaged: lambda request: (plan(request.plan), NIXL, slots(request.device)),
+    wire.ReadTile: lambda request: (NIXL, peer(request.peer), slots(request.device)),
+    wire.Copy: lambda request: (plan(request.plan),),
+    wire.CopyStaged: lambda request: (plan(request.plan), slots(request.device)),
+    wire.Scatter: lambda request: (*map(memory, request.memories), slots(request.device)),
+    wire.GatherJob: lambda request: (memory(request.memory), slots(request.device)),
+    wire.Zero: lambda request: (memory(request.memory),),
+    wire.Wipe: lambda request: (slots(request.device),),
+    wire.DigestJob: lambda request: (memory(request.memory),),
 }
 """In the order in which requests wait for them."""
 
 
 MAKES: dict[type[Any], Callable[[Any], Name]] = {
-    wire.AddPeer: lambda asked: peer(asked.peer),
-    wire.AddPlan: lambda asked: plan(asked.plan),
+    wire.AddPeer: lambda request: peer(request.peer),
+    wire.AddPlan: lambda request: plan(request.plan),
 }
 
 

@@ -18,15 +18,15 @@ PART_BYTES = 8 << 20
 
 
 class DigestParts:
-    def __init__(self, asked: DigestJob, memory: LocalMemory) -> None:
-        self._asked, self._memory = asked, memory
+    def __init__(self, job: DigestJob, memory: LocalMemory) -> None:
+        self._job, self._memory = job, memory
         self._found: dict[int, Digests] = {}
 
     def parts(self) -> Iterator[Callable[[], int]]:
-        asked, group = self._asked, self._memory.engine.group(self._asked.tile.group)
+        job, group = self._job, self._memory.engine.group(self._job.tile.group)
         tiles: list[Tile] = []
         num_bytes = number = 0
-        for tile in chosen_tiles(asked.tile, offer_id=asked.offer_id, one_in=asked.one_in):
+        for tile in chosen_tiles(job.tile, offer_id=job.offer_id, one_in=job.one_in):
             tiles.append(tile)
             num_bytes += slot_bytes(group, tile)
             if num_bytes >= PART_BYTES:
@@ -39,10 +39,10 @@ class DigestParts:
         return np.concatenate(found).astype("<u8").tobytes()
 
     def _digest(self, number: int, tiles: list[Tile], num_bytes: int) -> int:
-        paged = self._memory.paged(self._asked.tile.group)
+        paged = self._memory.paged(self._job.tile.group)
 
         def digest() -> None:
-            self._found[number] = digest_pieces(paged, self._asked.table, tiles)
+            self._found[number] = digest_pieces(paged, self._job.table, tiles)
 
         self._memory.run(digest)
         return num_bytes

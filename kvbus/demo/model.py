@@ -34,7 +34,7 @@ from kvbus.geometry import (
     held_heads,
     num_blocks_for,
 )
-from kvbus.lab.engine import Tables, private_cache
+from kvbus.lab.lab_engine import Tables, private_cache
 
 COMPUTE_DTYPE = torch.float64
 VOCAB = 256  # bytes

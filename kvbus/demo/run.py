@@ -171,4 +171,4 @@ class Run:
         )
         text = msgspec.json.encode(setup).decode()
         log = self.folder / f"{role}-engine.log"
-        return engine_process(f"{role} engine", "kvbus.demo.engine", text, log=log)
+        return engine_process(f"{role} engine", "kvbus.demo.demo_engine", text, log=log)

@@ -16,7 +16,7 @@ from kvbus.doctor.finding import WARNING, Finding, Report
 from kvbus.doctor.host import check_limits, check_memory, check_versions
 from kvbus.doctor.peers import AskedAgent, check_peer
 from kvbus.errors import ConfigError, KVBusError
-from kvbus.keys.asker import KeyFile, ServerKey, curve_of
+from kvbus.keys.client_options import KeyFile, ServerKey, curve_of
 from kvbus.options import with_options
 from kvbus.output import write_json, write_text
 from kvbus.protocol.message import Endpoint

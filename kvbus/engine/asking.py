@@ -32,8 +32,8 @@ def _ignore(_: object) -> None: ...
 
 
 class PendingRequest(Handle, Generic[M]):
-    def __init__(self, message: M, ask_until: float) -> None:
-        self.message, self.ask_until = message, ask_until
+    def __init__(self, message: M, retry_until: float) -> None:
+        self.message, self.retry_until = message, retry_until
         self.own_pause_s = FIRST_S
         self.on_end: Callable[[Any], None] = _ignore
         """Called at the end, and again if the blocks are free only later."""
@@ -50,7 +50,7 @@ class PendingRequest(Handle, Generic[M]):
         least_s = max(self.own_pause_s, hint_s)  # this order, as the hint may be NaN
         self.own_pause_s = min(MOST_S, 2 * self.own_pause_s)
         pause_s = least_s * random.uniform(1.0, 2.0)  # noqa: S311 - no secret
-        return pause_s if now + pause_s < self.ask_until else None
+        return pause_s if now + pause_s < self.retry_until else None
 
 
 A = TypeVar("A", bound=PendingRequest[Any])

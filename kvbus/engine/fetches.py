@@ -123,12 +123,12 @@ class Fetch(PendingRequest[StartFetch]):
 
     def renew(self) -> None:
         if self.message.timeout_s is not None:
-            left_s = max(1e-3, self.ask_until - time.monotonic())
+            left_s = max(1e-3, self.retry_until - time.monotonic())
             self.message = replace(self.message, timeout_s=left_s)
 
     def left_s(self, least_s: float) -> float:
         """Return the time to the deadline; without one, at least ``least_s``."""
-        left_s = self.ask_until - time.monotonic()
+        left_s = self.retry_until - time.monotonic()
         return max(0.0 if self.message.timeout_s is not None else least_s, left_s)
 
     def end(self, fetched: Fetched) -> None:
@@ -148,20 +148,20 @@ class Fetch(PendingRequest[StartFetch]):
 
 
 class Fetches(RequestRetrier[Fetch]):
-    """With ``has_others``, other agents also write into the engine's blocks."""
+    """With ``has_remote_ranks``, other agents also write into the engine's blocks."""
 
     def __init__(
         self,
         runner: Runner,
         engine: EngineSpec,
         *,
-        has_others: bool,
+        has_remote_ranks: bool,
         request_timeout_s: float,
         logger: logging.Logger,
         agent_wait_s: float = 10.0,
     ) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
-        self.runner, self._engine, self._has_others = runner, engine, has_others
+        self.runner, self._engine, self._has_remote_ranks = runner, engine, has_remote_ranks
         self._request_timeout_s = request_timeout_s
         self.releases = _Releases(self, logger)
         self._fetches: dict[str, Fetch] = {}
@@ -189,7 +189,7 @@ class Fetches(RequestRetrier[Fetch]):
             num_tokens=num_tokens,
             tables=fetch_tables(self._engine, block_ids, first_token, num_tokens),
             at_most=at_most,
-            asked_s=time.monotonic(),
+            sent_s=time.monotonic(),
             **fields,
         )
         return Fetch(self, message, on_landed, message.timeout_s or self._request_timeout_s)
@@ -272,7 +272,7 @@ class Fetches(RequestRetrier[Fetch]):
 
     def give_up(self, now: float, error: KVBusError) -> None:
         for fetch in list(self._fetches.values()):
-            if fetch.notice is None and now >= fetch.ask_until:
+            if fetch.notice is None and now >= fetch.retry_until:
                 fetch.end(failed(fetch, error, stage="silent", blocks_free=False))
 
     # A lost agent's fetch is repeated: two agents write into the same blocks, but not at the same
@@ -329,7 +329,7 @@ class Fetches(RequestRetrier[Fetch]):
         for fetch in [one for one, earlier in self._away.items() if earlier is connection]:
             self._forget_away(fetch)
             if fetch.notice is not None:
-                fetch.free(error if self._has_others else None)
+                fetch.free(error if self._has_remote_ranks else None)
                 continue
             fetch.repeat()
             if self.connection is None:
@@ -351,7 +351,7 @@ class Fetches(RequestRetrier[Fetch]):
             fetch.timer.cancel()
 
     def _end(self, fetch: Fetch, ended: Fetched, error: KVBusError) -> None:
-        is_unconfirmed = fetch.is_repeated and self._has_others
+        is_unconfirmed = fetch.is_repeated and self._has_remote_ranks
         is_known = fetch in self._away or self._fetches.get(fetch.fetch_id) is fetch
         fetch.end(replace(ended, blocks_free=not (is_unconfirmed or is_known)))
         if is_unconfirmed and not is_known:

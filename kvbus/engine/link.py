@@ -42,10 +42,10 @@ class Link:
     """A link between an engine and the agent at ``attach_path``, which may restart.
 
     It closes ``memory``, that of the ranks in this process. With ``control`` False, this is a
-    worker's link, without the scheduler. ``others`` lists this engine's ranks at other agents, by
-    peer endpoint. ``access`` is one secret (`new_secret`) of all these links. ``request_timeout_s``
-    bounds replies, and retries at a full agent. Without an agent, an offer lives for ``ttl_s``, and
-    for ``agent_wait_s`` at least.
+    worker's link, without the scheduler. ``remote_ranks`` lists this engine's ranks at other
+    agents, by peer endpoint. ``rank_secret`` is one secret (`new_secret`) of all these links.
+    ``request_timeout_s`` bounds replies, and retries at a full agent. Without an agent, an offer
+    lives for ``ttl_s``, and for ``agent_wait_s`` at least.
 
     Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
     ``with`` and `start` use a new thread; ``async with`` uses the running event loop. Calls are
@@ -60,8 +60,8 @@ class Link:
         memory: RankMemory | Iterable[RankMemory] = (),
         control: bool = True,
         role: AgentRole | None = None,
-        others: Iterable[AgentRanks] = (),
-        access: str | None = None,
+        remote_ranks: Iterable[AgentRanks] = (),
+        rank_secret: str | None = None,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
         attach_timeout_s: float = 0.0,
         request_timeout_s: float = 30.0,
@@ -71,7 +71,7 @@ class Link:
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
-        self._others, self._instance = tuple(others), uuid.uuid4().hex
+        self._remote_ranks, self._instance = tuple(remote_ranks), uuid.uuid4().hex
         self._request_timeout_s = request_timeout_s
         self._connect = partial(
             Connection,
@@ -87,7 +87,7 @@ class Link:
         self._fetches = Fetches(
             self.runner,
             engine,
-            has_others=bool(self._others),
+            has_remote_ranks=bool(self._remote_ranks),
             request_timeout_s=request_timeout_s,
             logger=logger,
             agent_wait_s=agent_wait_s,
@@ -100,7 +100,7 @@ class Link:
         self._on_change: list[Callable[[], None]] = []
         self._is_open, self._closes_itself = threading.Event(), False
         self._first: Completion[None] = Completion()
-        self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
+        self._ranks = [AttachedRank(engine, one, rank_secret) for one in self._memory]
         self._owned: list[RankMemory | SharedSegment] = [*self._memory]
         if cells is not None:
             self._ranks[0].cells = cells
@@ -324,7 +324,7 @@ class Link:
         republishes = role is AgentRole.PREFILL and offers.republishes
         register = Register(
             engine=self.engine,
-            others=self._others,
+            remote_ranks=self._remote_ranks,
             role=role,
             instance=self._instance,
             republishes=republishes,
@@ -398,10 +398,10 @@ class Link:
 
 
 class AttachedRank:
-    def __init__(self, engine: EngineSpec, memory: RankMemory, access: str | None) -> None:
+    def __init__(self, engine: EngineSpec, memory: RankMemory, rank_secret: str | None) -> None:
         self.cells: SharedSegment | None = None
         self.number = memory.rank.rank
-        self._engine, self._memory, self._access = engine, memory, access
+        self._engine, self._memory, self._rank_secret = engine, memory, rank_secret
         self._instance = uuid.uuid4().hex
         self.event: CudaEvent | None = None
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
@@ -426,7 +426,7 @@ class AttachedRank:
         register = Register(
             engine=self._engine,
             rank=self._memory.rank,
-            access=self._access,
+            rank_secret=self._rank_secret,
             instance=self._instance,
         )
         await connection.request(register)

@@ -90,8 +90,8 @@ class Offer(PendingRequest[MakeOffer]):
     ``ended`` raises a refusal, and `ClosedError` after the link closed.
     """
 
-    def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
-        super().__init__(message, ask_until)
+    def __init__(self, runner: Runner, message: MakeOffer, retry_until: float) -> None:
+        super().__init__(message, retry_until)
         self.request_id = message.request_id
         self.made: Completion[dict[str, Any]] = Completion(runner)
         self.ended: Completion[Outcome] = Completion(runner)
@@ -365,7 +365,7 @@ class Offers(RequestRetrier[Offer]):
     def __init__(self, cells: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
-        self._asked: dict[Offer, None] = {}
+        self._requested: dict[Offer, None] = {}
         self._expiries: dict[Offer, asyncio.TimerHandle] = {}
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
@@ -373,7 +373,7 @@ class Offers(RequestRetrier[Offer]):
 
     @property
     def republishes(self) -> bool:
-        return bool(self._offers or self._asked or self._ended)
+        return bool(self._offers or self._requested or self._ended)
 
     def ended_lately(self) -> tuple[EndedOffer, ...]:
         """Return committed offers, for readers that repeat their request."""
@@ -401,11 +401,11 @@ class Offers(RequestRetrier[Offer]):
         if self._cells is not None:
             one.use_cell(self._cells)
         if self.connection is not None:
-            self._asked[one] = None
+            self._requested[one] = None
         super().ask(one)
 
     def answered(self, one: Offer, reply: OfferMade) -> None:
-        self._asked.pop(one, None)
+        self._requested.pop(one, None)
         self._offers[reply.offer_id] = one
         one.begin(self.connection, reply)
 
@@ -414,7 +414,7 @@ class Offers(RequestRetrier[Offer]):
         if connection.lost is None and not isinstance(error, RequestRefused):
             one.give_up(error)
             return
-        self._asked.pop(one, None)
+        self._requested.pop(one, None)
         if commits := one.detach(self._agent_wait_s):  # by a reader that awaited it
             self._complete(one, commits)
         elif one.error is None:
@@ -423,12 +423,12 @@ class Offers(RequestRetrier[Offer]):
             self.refused(one, error)
 
     def refused(self, one: Offer, error: KVBusError) -> None:
-        self._asked.pop(one, None)
+        self._requested.pop(one, None)
         one.end(error)
 
     def give_up(self, now: float, error: KVBusError) -> None:
-        for offer in self._asked:
-            if now >= offer.ask_until:
+        for offer in self._requested:
+            if now >= offer.retry_until:
                 offer.give_up(error)
 
     def on_notice(self, notice: Notice) -> None:
@@ -445,8 +445,8 @@ class Offers(RequestRetrier[Offer]):
 
     def on_lost(self, error: KVBusError) -> None:
         super().on_lost(error)
-        asked, self._asked = self._asked, {}
-        for offer in asked:
+        pending, self._requested = self._requested, {}
+        for offer in pending:
             offer.end(error)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         for offer in list(self._offers.values()):
@@ -517,7 +517,7 @@ def offer_message(
         request_id=request_id,
         num_tokens=num_tokens,
         tables=tables_of(block_ids, first_blocks),
-        asked_s=time.monotonic(),
+        sent_s=time.monotonic(),
         offer_id=new_secret(),
         secret=new_secret(),
         **fields,

@@ -56,7 +56,7 @@ class EngineChild:
     ) -> None:
         self.child = child
         self._reader, self._writer = reader, writer
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._num_asked = 0
 
     async def ask(self, kind: type[T], do: str, **given: Any) -> T:
@@ -66,21 +66,21 @@ class EngineChild:
         """
         self._num_asked += 1
         question = Question(self._num_asked, do, given)
-        answered = self._asked[question.id] = asyncio.get_running_loop().create_future()
+        answered = self._pending[question.id] = asyncio.get_running_loop().create_future()
         try:
             await _send(self._writer, question)
             answer = await answered
         finally:
-            del self._asked[question.id]
+            del self._pending[question.id]
         if answer.error is not None:
             raise RequestRefused(answer.error, code=answer.code)
         return msgspec.json.decode(answer.reply, type=kind)
 
     async def listen(self) -> None:
         async for answer in _lines(self._reader, Answer):
-            asked = self._asked.get(answer.id)
-            if asked is not None and not asked.done():
-                asked.set_result(answer)
+            pending = self._pending.get(answer.id)
+            if pending is not None and not pending.done():
+                pending.set_result(answer)
         await self.child.ended()
         raise self.child.lost()
 

@@ -12,7 +12,7 @@ from kvbus.planning.mapping import (
 )
 from kvbus.planning.run_plan import MAX_FEW, PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Extents, Lattice, Reads, Run, Runs
-from kvbus.planning.spans import Span, SpanMap, Spans, Tables, asked_states, tail_spans
+from kvbus.planning.spans import Span, SpanMap, Spans, Tables, requested_states, tail_spans
 from kvbus.planning.staged import StagedPlan, staged_plans
 from kvbus.planning.tiles import (
     Piece,
@@ -44,7 +44,6 @@ __all__ = [
     "Spans",
     "StagedPlan",
     "Tables",
-    "asked_states",
     "bytes_by_group",
     "check_compatible",
     "choose_path",
@@ -55,6 +54,7 @@ __all__ = [
     "num_pieces",
     "piece_of",
     "position_bytes",
+    "requested_states",
     "span_bytes",
     "staged_plans",
     "tail_spans",

@@ -69,7 +69,7 @@ class SpanMap:
         return True
 
 
-def asked_states(groups: Iterable[GroupSpec], tables: Tables) -> frozenset[str]:
+def requested_states(groups: Iterable[GroupSpec], tables: Tables) -> frozenset[str]:
     return frozenset(one.name for one in groups if one.state and tables.get(one.name))
 
 

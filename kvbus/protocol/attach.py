@@ -13,11 +13,11 @@ from kvbus.protocol.message import (
     EngineId,
     Id,
     MaxProtocol,
-    MemoryAccess,
     MemoryId,
     Message,
     MinProtocol,
     Protocol,
+    RankSecret,
     Request,
     Size,
     Socket,
@@ -146,7 +146,7 @@ class LendMemory(Request[MemoryLent], frozen=True):
     agent_boot: AgentBoot
     engine_id: EngineId
     memory_id: MemoryId
-    access: MemoryAccess
+    rank_secret: RankSecret
     first: Size = 0
     """Index of the first segment to send: the number of segments that you already have."""
     grant: Text = ""

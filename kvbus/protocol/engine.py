@@ -66,8 +66,8 @@ class AgentRanks(Redacted, frozen=True):
 
     endpoint: Endpoint
     ranks: Ranks
-    access: Secret
-    """The ``access`` that sessions of these ranks sent in ``register``."""
+    rank_secret: Secret
+    """The ``rank_secret`` that sessions of these ranks sent in ``register``."""
     server_key: ServerKey = ""
 
 
@@ -85,10 +85,10 @@ class Register(Request[Empty], frozen=True):
     """The whole engine, identical in all of its sessions."""
     rank: RankSpec | None = None
     """Memory of one rank; nil for the control session."""
-    others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
+    remote_ranks: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
     """Control session only: the other agents that have ranks of this engine. At least one rank is
     attached here."""
-    access: Secret | None = None
+    rank_secret: Secret | None = None
     """Memory session away from the engine's home only: the right to use the rank at this agent, 128
     random bits. All sessions of the engine at one agent send the same value."""
     role: AgentRole | None = None
@@ -112,7 +112,7 @@ class RanksReady(Message, frozen=True):
 @request("ready", Socket.ENGINE, refusals="not_registered engine_lost")
 class AwaitReady(Request[RanksReady], frozen=True):
     """Wait until the engine is ready: the control session is registered, and so are all ranks that
-    ``others`` does not name. Use a long timeout.
+    ``remote_ranks`` does not name. Use a long timeout.
     """
 
 
@@ -177,7 +177,7 @@ class MakeOffer(Request[OfferMade], frozen=True):
     traceparent: Text = ""
     """Trace of the request, in the form of [W3C Trace
     Context](https://www.w3.org/TR/trace-context/). The agent ignores other forms."""
-    asked_s: Clock | None = None
+    sent_s: Clock | None = None
     cell: CellName = 0
     """Name of the offer's [cell](#commit-cells); 0 for none. Only for a sealed offer with one
     reader."""
@@ -367,7 +367,7 @@ class StartFetch(Request[Fetched], frozen=True):
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``offer``; if empty, the trace of the ticket."""
-    asked_s: Clock | None = None
+    sent_s: Clock | None = None
     wanted_s: Clock | None = None
     """Time at which the engine received the request, by the same clock."""
     token: Secret | None = None

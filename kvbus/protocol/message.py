@@ -68,11 +68,11 @@ Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Epoch of the lease."""
 MemoryId = Id
 """The ``memory_id`` from the reply to ``handshake``. It is ``stale`` if the ranks have changed."""
-MemoryAccess = Secret
-"""The ``access`` from this agent's reply to ``handshake``."""
+RankSecret = Secret
+"""The ``rank_secret`` from this agent's reply to ``handshake``."""
 
 REDACTED = frozenset(
-    {"secret", "token", "access", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
+    {"secret", "token", "rank_secret", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
 )
 """Fields that may contain a credential."""
 

@@ -21,13 +21,13 @@ from kvbus.protocol.message import (
     Epoch,
     Id,
     MaxProtocol,
-    MemoryAccess,
     MemoryId,
     Message,
     MinProtocol,
     OfferId,
     Priority,
     Protocol,
+    RankSecret,
     Request,
     Role,
     Seconds,
@@ -102,11 +102,11 @@ class HandshakeDone(Message, frozen=True):
     """ZeroMQ endpoint of the prefill agent's events socket."""
     max_lease_s: Seconds
     """Longest lease that one acquire or renewal grants."""
-    access: Secret
+    rank_secret: Secret
     """Credential for ``pack``, ``digest``, ``check`` and ``lend`` at this agent."""
     slot_bytes: Size = 0
     """Size of a staging slot, and so of the largest tile; 0 if the agent packs nothing."""
-    others: tuple[AgentRanks, ...] = ()
+    remote_ranks: tuple[AgentRanks, ...] = ()
     """Engine's home only: the other agents that have ranks of it."""
     memory_socket: MemorySocket = MemorySocket()
     """Socket where an agent of the same machine and user gets this memory."""
@@ -142,9 +142,9 @@ class Handshake(Request[HandshakeDone], frozen=True):
     secret: Secret | None = None
     """Secret from the ticket. Nil with ``ranks``, and ahead of a ticket."""
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
-    """To an agent that is not the home: its ranks, from ``others`` of the home."""
-    access: Secret | None = None
-    """With ``ranks``: the ``access`` of this agent, from ``others`` of the home."""
+    """To an agent that is not the home: its ranks, from ``remote_ranks`` of the home."""
+    rank_secret: Secret | None = None
+    """With ``ranks``: the ``rank_secret`` of this agent, from ``remote_ranks`` of the home."""
     machine: Text = ""
     """Boot id of the decode agent's kernel; empty if the agent cannot map memory."""
 
@@ -224,7 +224,7 @@ class Commit(Request[Empty], frozen=True):
     """Random token of the reader, new for each fetch. A repeated commit has the same one."""
     tables: Tables | None = None
     """Block tables that were read, as in ``blocks`` of the ticket; ``geometry`` if the offer has
-    others. A reader with a live lease omits this field and the next two."""
+    remote_ranks. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
     """Tokens of the ticket; ``geometry`` if the offer has another number."""
     engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
@@ -396,7 +396,7 @@ class Pack(Request[Packed], frozen=True):
     """Seconds wanted to wait, gather and read; the agent may grant fewer."""
     token: Secret
     """The right to the lease; only the engine's home can check it."""
-    access: MemoryAccess
+    rank_secret: RankSecret
     done: SlotIds = ()
     """Slots that were read. The agent frees them even if it refuses the rest."""
     priority: Priority = 0
@@ -431,7 +431,7 @@ class Digest(Request[Digests], frozen=True):
     one_in: OneIn
     secret: OfferSecret
     """Secret from the offer's ticket; only the engine's home can check it."""
-    access: MemoryAccess
+    rank_secret: RankSecret
 
 
 @request("check", Socket.PREFILL_PEER, at_once=True, refusals="stale forbidden engine_lost")
@@ -445,7 +445,7 @@ class CheckMemory(Request[Empty], frozen=True):
     agent_boot: AgentBoot
     engine_id: EngineId
     memory_id: MemoryId
-    access: MemoryAccess
+    rank_secret: RankSecret
     offer_id: Text = ""
     """Offer that is or was read."""
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
@@ -485,14 +485,14 @@ class FetchPart(Request[PartFetched], frozen=True):
     fetch_id: Id
     """Id of the fetch at the home, for histories and traces."""
     engine_id: EngineId
-    access: Secret
-    """The ``access`` of this agent in ``others`` of the control session."""
+    rank_secret: Secret
+    """The ``rank_secret`` of this agent in ``remote_ranks`` of the control session."""
     ranks: Ranks
     """Remote ranks to read into."""
     ticket: TicketMap
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """The ``memory_id`` of the prefill engine's home, then of each of ``others``. An agent that
-    knows other ids shakes hands again."""
+    """The ``memory_id`` of the prefill engine's home, then of each of ``remote_ranks``. An agent
+    that knows other ids shakes hands again."""
     num_tokens: Tokens
     """As in ``fetch``."""
     tables: Tables

@@ -223,7 +223,7 @@ class Traced(Message, frozen=True):
     """Spans that the agent has kept, oldest first."""
     cut: bool = False
     """Whether the agent has kept more than fits: the oldest entries are left out."""
-    others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
+    agents: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
     """Agents with a part in it."""
 
 
@@ -245,7 +245,7 @@ class TraceResult(Redacted, frozen=True):
     """The spans of each offer or fetch, oldest first."""
 
     entries: tuple[tuple[Span, ...], ...] = ()
-    others: tuple[OtherAgent, ...] = ()
+    agents: tuple[OtherAgent, ...] = ()
 
     def newest(self) -> tuple[tuple[Span, ...], bool]:
         """Return the newest spans that fit into a reply, and whether some were left out."""

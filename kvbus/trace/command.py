@@ -17,7 +17,7 @@ from kvbus.bus import ClientCurve, KeyPair, agent_client
 from kvbus.clocks import ClockOffset, Exchange
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
-from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
+from kvbus.keys.client_options import KeyFile, ServerKeys, curves_of
 from kvbus.output import can_write, waiting_for, write_json
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus.protocol.tools import OtherAgent, Span, Trace
@@ -46,7 +46,7 @@ class Questions:
         by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
         agent_at = {one.endpoint: one for one in agents}
         await self._ask_all(agents, by_name)
-        others = [one for trace in self.traces.values() for one in trace.answer.others]
+        others = [one for trace in self.traces.values() for one in trace.answer.agents]
         named = [one for one in dict.fromkeys(others) if one.endpoint not in agent_at]
         agent_at |= {one.endpoint: one for one in named}
         await self._ask_all(named, by_name)

@@ -15,7 +15,7 @@ from kvbus.protocol.tools import Span, Traced
 FETCH, OFFER, AWAITED, PENDING = "fetch", "offer", "awaited", "pending"
 PHRASES = {
     FETCH: {
-        "asked": "on the way from the decode engine to its agent",
+        "sending": "on the way from the decode engine to its agent",
         "awaiting": "waiting for the prefill engine to make the offer",
         "resolving": "shaking hands with the prefill agent",
         "queued": "waiting for a turn behind other fetches",
@@ -27,7 +27,7 @@ PHRASES = {
         "forgotten": "steps that the agent does not keep",
     },
     OFFER: {
-        "asked": "on the way from the prefill engine to its agent",
+        "sending": "on the way from the prefill engine to its agent",
         "open": "computing the prompt, before a decode engine asked for it",
         "sealed": "ready, but nobody fetched it",
         "forgotten": "steps that the agent does not keep",
@@ -82,8 +82,8 @@ class Timeline:
     # The fetch takes precedence over the offer, as the decode engine waits for the fetch:
     #
     #     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
-    #     fetch             ├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
-    #     the time  ├ open ┤├ asked ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
+    #     fetch             ├ sending ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
+    #     the time  ├ open ┤├ sending ┤├ acquiring ┤├ waiting ┤├ reading ┤├ committing ┤
     def shares(self) -> dict[str, float]:
         """Return seconds by phrase, the largest first; they add up to `total_s`."""
         intervals = [interval for one in self.agents for interval in _intervals(one.spans)]

@@ -10,17 +10,17 @@ from typing import Any, cast
 import anyio
 from anyio.abc import TaskStatus
 
-from kvbus.agent.engines import EngineDirectory
+from kvbus.agent.engine_directory import EngineDirectory
 from kvbus.agent.runtime import Runtime
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.errors import KVBusError
 from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
 from kvbus.protocol import AgentRole, to_body
-from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
-from kvbus_prefill.agent import PrefillService
+from kvbus_decode.decode_service import DecodeService
 from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.prefill_service import PrefillService
 from tests.sim.data import Machines, SimChild, SimData
 from tests.sim.network import Network, Process
 from tests.sim.world import World

@@ -32,7 +32,7 @@ from kvbus.engine import Connection, Fetch
 from kvbus.engine.bounce import HostFetch
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
-from kvbus.lab.engine import Offered
+from kvbus.lab.lab_engine import Offered
 from tests.support.engines import StrictEngine
 from tests.support.expected import positions
 from tests.support.forked import ForkedEngine, end_at_once

@@ -20,7 +20,7 @@ from kvbus.engine import AgentRanks, Fetch, KvCache, Link, Offer, RankMemory, sh
 from kvbus.engine.bounce import HostFetch
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
-from kvbus.lab import engine as lab
+from kvbus.lab import lab_engine as lab
 from kvbus.protocol import Fetched, Outcome
 from tests.support.agents import AgentProcess, NotInTimeError, until
 from tests.support.expected import expected_after, num_read_bytes, positions
@@ -43,7 +43,7 @@ NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
 FETCH_TIMEOUT_S = 60.0
 """An agent imports torch for its first tile, which takes long on a busy machine."""
-ACCESS = "access-to-ranks-elsewhere"
+RANK_SECRET = "secret-of-ranks-elsewhere"
 
 Blocks = dict[str, list[int]]
 Views = dict[tuple[int, int, str], Tensor]
@@ -258,11 +258,16 @@ class StrictEngine(lab.Engine):
 
 
 def rank_link(
-    attach: Path, spec: EngineSpec, rank: int, *, access: str | None = ACCESS, **shape: Any
+    attach: Path,
+    spec: EngineSpec,
+    rank: int,
+    *,
+    rank_secret: str | None = RANK_SECRET,
+    **shape: Any,
 ) -> tuple[Link, KvCache]:
     """The link of a rank that may be at another agent than its scheduler, not entered yet."""
     memory = RankMemory.allocate(spec, rank, **{"layout": NHD, "num_blocks": NUM_BLOCKS, **shape})
-    link = Link(attach, spec, memory=memory, control=False, access=access)
+    link = Link(attach, spec, memory=memory, control=False, rank_secret=rank_secret)
     return link, KvCache(spec, memory.rank, memory.tensor)
 
 
@@ -312,7 +317,11 @@ async def spread_engine(
             links.append(await link.__aenter__())
             caches.append(cache)
         control = StrictLink(
-            agents[0].attach, spec, caches=caches, others=ranks_elsewhere(agents), access=ACCESS
+            agents[0].attach,
+            spec,
+            caches=caches,
+            remote_ranks=ranks_elsewhere(agents),
+            rank_secret=RANK_SECRET,
         )
         async with control:
             places = [agent.peer for agent in agents]
@@ -335,7 +344,9 @@ def ranks_elsewhere(agents: Sequence[AgentProcess]) -> list[AgentRanks]:
         if agent is not agents[0]:
             others.setdefault(agent.peer, []).append(rank)
     keys = {agent.peer: agent.started["server_key"] for agent in agents}
-    return [AgentRanks(peer, tuple(ranks), ACCESS, keys[peer]) for peer, ranks in others.items()]
+    return [
+        AgentRanks(peer, tuple(ranks), RANK_SECRET, keys[peer]) for peer, ranks in others.items()
+    ]
 
 
 @asynccontextmanager

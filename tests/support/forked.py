@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 AGENTS = (
     *("kvbus_prefill.__main__", "kvbus_decode.__main__"),
-    *("kvbus.agent.command", "kvbus_prefill.agent", "kvbus_decode.agent"),
+    *("kvbus.agent.command", "kvbus_prefill.prefill_service", "kvbus_decode.decode_service"),
 )
 DATA = ("kvbus.data.__main__", "kvbus.data.loop")
 ENGINES = ("tests.support.engine_program",)

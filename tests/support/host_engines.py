@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbus.engine.bounce import HostFetch, HostLink, HostPool
 from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec, KvPart
-from kvbus.lab.engine import Offered, device_copy
+from kvbus.lab.lab_engine import Offered, device_copy
 from tests.support.agents import until
 from tests.support.engines import Engine, StrictEngine
 from tests.support.memories import Memory, NumBlocks, by_group

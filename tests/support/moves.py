@@ -49,7 +49,7 @@ def enforce_all() -> None:
     from kvbus_decode.fetch.table import FetchTable
     from kvbus_decode.read_table import TRANSITIONS as OF_TRANSFERS
     from kvbus_prefill.offer.table import OfferTable
-    from kvbus_prefill.slots import SlotTable
+    from kvbus_prefill.slot_table import SlotTable
 
     for table in (FetchTable, OfferTable, SlotTable):
         enforce(table.transitions)

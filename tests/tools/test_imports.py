@@ -96,7 +96,7 @@ PURE_FOLDERS = (
     "services/decode/kvbus_decode/fetch",
 )
 PURE_MODULES = (
-    "services/prefill/kvbus_prefill/slots.py",
+    "services/prefill/kvbus_prefill/slot_table.py",
     "services/decode/kvbus_decode/read_table.py",
 )
 MOST_MODULES, MOST_PRIVATE = 93, 12

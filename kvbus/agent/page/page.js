@@ -2,7 +2,7 @@
 "use strict";
 
 const EVERY_MS = 1000, WITHIN_MS = 5000, RECENT = 60;
-const WAITS = ["awaiting", "resolving", "queued", "acquiring", "waiting", "open", "sealed", "awaited", "wanted", "asked", "pending"];
+const WAITS = ["awaiting", "resolving", "queued", "acquiring", "waiting", "open", "sealed", "awaited", "wanted", "sending", "pending"];
 const CHECKS = ["committing", "comparing", "asking", "known"];
 let before = null, paused = false, opened = "", endpoint = "", keyOptions = "", shown = 0;
 

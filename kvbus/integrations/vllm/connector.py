@@ -70,7 +70,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         )
         self._configs = vllm_config, kv_cache_config
         self._rank = 0
-        self._access = new_secret()
+        self._rank_secret = new_secret()
         self._memory: RankMemory | None = None
         self._memory_links: list[Link] = []
 
@@ -86,7 +86,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
                 memory=self._memory,
                 control=False,
                 role=role,
-                access=self._access,
+                rank_secret=self._rank_secret,
                 logger=logger,
             )
             self._memory_links.append(link.start())
@@ -163,4 +163,4 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         endpoint, server_key = "", ""
         if link.is_open:
             endpoint, server_key = link.agent.peer_endpoint, link.agent.server_key
-        return AgentRanks(endpoint, (self._rank,), self._access, server_key)
+        return AgentRanks(endpoint, (self._rank,), self._rank_secret, server_key)

@@ -86,8 +86,10 @@ class SchedulerSide:
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
         for number, (path, role) in enumerate(self._options.agents):
             places = sorted((each[number] for each in workers), key=lambda place: place.ranks)
-            others = ranks_elsewhere(places)
-            link = Link(path, self._engine, role=role or only, others=others, logger=logger)
+            remote_ranks = ranks_elsewhere(places)
+            link = Link(
+                path, self._engine, role=role or only, remote_ranks=remote_ranks, logger=logger
+            )
             self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
         self._loads = Loads(self._engine, loading, self._stats, self._options)
@@ -257,19 +259,19 @@ class SchedulerSide:
         named.
         """
         try:
-            asked = read_offer_params(params)
+            options = read_offer_params(params)
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request.request_id, error.message)
-            asked = OfferParams()
-        is_named = asked.transfer_id is not None
+            options = OfferParams()
+        is_named = options.transfer_id is not None
         if is_named and is_later_sequence(request.request_id):
             return
         self._offers.reserve(
             request,
             request.num_prompt_tokens,
             grows=is_named and not self._has_windows,
-            transfer_id=asked.transfer_id,
-            readers=asked.readers,
+            transfer_id=options.transfer_id,
+            readers=options.readers,
             ttl_s=self._options.offer_ttl_s,
             traceparent=read_trace(params, request.trace_headers),
         )

@@ -32,7 +32,7 @@ from kvbus.errors import (
     RequestTimeout,
     reason_of,
 )
-from kvbus.keys.asker import KeyFile, ServerKey, curve_of
+from kvbus.keys.client_options import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.screen import Between, View, screen
 from kvbus.options import with_options
 from kvbus.output import fail, json_text, waiting_for, write_json, write_text

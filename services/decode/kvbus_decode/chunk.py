@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.data.messages import Turn
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import BlockTable, Tile, num_blocks_for
@@ -36,9 +36,9 @@ class FetchResources:
     """Pending `AwaitOffer`, and a function that ends its wait."""
     stop_parts: Callable[[], None] = lambda: None
 
-    def fills_blocks(self, asked: StartFetch) -> bool:
+    def fills_blocks(self, request: StartFetch) -> bool:
         """Return the value of `Fetched.whole_blocks`."""
-        first_token, num_tokens = asked.first_token, asked.num_tokens
+        first_token, num_tokens = request.first_token, request.num_tokens
         return self.route is not None and self.route.spans.fills_blocks(first_token, num_tokens)
 
     def reads_from(self, remote: RemoteAgent) -> bool:
@@ -56,7 +56,7 @@ class Chunk:
     fetch: FetchResources
     wanted: ReadChunk
     route: Route
-    asked: StartFetch
+    request: StartFetch
     ticket: Ticket
     spans: Spans
     tail: Spans
@@ -64,7 +64,7 @@ class Chunk:
 
     @property
     def turn(self) -> Turn:
-        return Turn(f"{self.ticket.offer_id} {self.wanted.epoch}", self.asked.priority)
+        return Turn(f"{self.ticket.offer_id} {self.wanted.epoch}", self.request.priority)
 
     @property
     def num_bytes(self) -> int:
@@ -87,23 +87,23 @@ class Chunk:
 
 def make_chunk(wanted: ReadChunk, *, one_in: int) -> Chunk:
     fetch: FetchResources = wanted.requested.resources
-    route, asked = fetch.route, wanted.requested.asked
+    route, request = fetch.route, wanted.requested.request
     if route is None:
         raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
     spans = route.spans.chunk(
-        (asked.first_token, asked.num_tokens),
+        (request.first_token, request.num_tokens),
         (wanted.start, wanted.stop),
         last=wanted.last,
-        tables=asked.tables,
+        tables=request.tables,
     )
-    if missing := [name for name in route.missing if asked.tables[name]]:
+    if missing := [name for name in route.missing if request.tables[name]]:
         raise GeometryError(
             f"the prefill engine has no group {', '.join(missing)}: give it no block",
             code=ErrorCode.INCOMPATIBLE,
         )
     route.check_tables(wanted.tables, spans)
     tail: Spans = {}
-    if asked.zero_tail and wanted.last:
-        read = route.spans.whole(asked.first_token, wanted.stop)
+    if request.zero_tail and wanted.last:
+        read = route.spans.whole(request.first_token, wanted.stop)
         tail = tail_spans(route.groups, read)
-    return Chunk(fetch, wanted, route, asked, wanted.requested.ticket, spans, tail, one_in)
+    return Chunk(fetch, wanted, route, request, wanted.requested.ticket, spans, tail, one_in)

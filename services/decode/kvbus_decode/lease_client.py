@@ -122,14 +122,14 @@ class LeaseClient:
         if not fetch.peers:
             raise LocalError("the fetch holds no agent", code=ErrorCode.CLOSED)
         route, home = fetch.route, fetch.peers[0]
-        if route is not None and route.others:
+        if route is not None and route.remote_sources:
             if isinstance(message, Commit):
                 checks = [
                     (
                         one,
                         one.check(fetch.offer_id, nixl_agent=message.nixl_agent and one.nixl_agent),
                     )
-                    for one in route.others
+                    for one in route.remote_sources
                 ]
                 self._agent.tasks.start_soon(
                     self._commit_of_many, command, route.home, checks, settle, promise
@@ -236,7 +236,7 @@ class LeaseClient:
         self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
     def _admit(self, awaited: AwaitedOffer, requested: ev.Requested) -> Ticket | KVBusError:
-        digest = requested.asked.prompt_digest
+        digest = requested.request.prompt_digest
         try:
             return self._tickets.admit_ticket(awaited.ticket, requested.engine_id, digest)
         except KVBusError as error:
@@ -249,7 +249,7 @@ class LeaseClient:
             self._by_offer.pop(fetch.offer_id, None)
 
     def _hold_route(self, fetch: FetchResources, route: Route) -> None:
-        for source in route.others:
+        for source in route.remote_sources:
             fetch.peers.append(self._peers.acquire(source.peer.address))
         fetch.route, fetch.replica_index = route, route.next_replica_index()
 
@@ -286,8 +286,8 @@ class LeaseClient:
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
-            asked = (source.query(check, timeout_s) for source, check in checks)
-            await asyncio.gather(*asked)
+            request = (source.query(check, timeout_s) for source, check in checks)
+            await asyncio.gather(*request)
             if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if fetch.attempt != command.attempt:
@@ -305,7 +305,7 @@ class LeaseClient:
             if isinstance(reply, KVBusError) and reply.code not in WITHOUT_FAULT:
                 self._dispatch(ev.StepFailed(fetch.key, attempt, reply))
 
-        for source in route.others:
+        for source in route.remote_sources:
             check = source.check(fetch.offer_id, progress_s=lease_s, nixl_agent=source.nixl_agent)
             source.ask(check, lease_s, on_reply)
 

@@ -14,8 +14,8 @@ import anyio
 import structlog
 
 from kvbus.agent.config import MEMORY_SOCKET
-from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.data.client import DataProcess, Defined
@@ -322,7 +322,7 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             agent_boot=boot,
             engine_id=done.memory.engine.engine_id,
             memory_id=done.memory_id,
-            access=done.access,
+            rank_secret=done.rank_secret,
             grant=done.grant,
             first=len(lent.mappings),
             cells=has_all,

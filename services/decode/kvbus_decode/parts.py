@@ -117,7 +117,8 @@ class PartClient:
     def ask(self, command: ev.AskOthers, promise: Promise[ev.Event]) -> None:
         requested = command.requested
         parts = [
-            _Asked(_address(other), self._question(requested, other)) for other in requested.others
+            _Asked(_address(other), self._question(requested, other))
+            for other in requested.remote_ranks
         ]
         requested.resources.stop_parts = partial(_stop, parts)
         self._agent.tasks.start_soon(self._fetch, command, parts, promise)
@@ -128,31 +129,31 @@ class PartClient:
     async def _end_earlier(self, requested: ev.Requested, promise: Promise[ev.Event]) -> None:
         timeout_s = self._left_s(requested)
         async with anyio.create_task_group() as tasks:
-            for other in requested.others:
-                for number in range(requested.asked.repeated):
+            for other in requested.remote_ranks:
+                for number in range(requested.request.repeated):
                     origin = _origin(requested, other, number)
                     tasks.start_soon(self._wait_for_end, _address(other), origin, timeout_s)
         promise(ev.ReadEnded(requested.fetch_id, elsewhere=True))
 
     def _question(self, requested: ev.Requested, other: AgentRanks) -> FetchPart:
         fetch: FetchResources = requested.resources
-        asked = requested.asked
+        request = requested.request
         return FetchPart(
             token=new_secret(),
-            fetch_id=asked.fetch_id,
+            fetch_id=request.fetch_id,
             engine_id=requested.engine_id,
-            access=other.access,
+            rank_secret=other.rank_secret,
             ranks=other.ranks,
             ticket=requested.ticket.to_json(),
             memory_ids=fetch.route.memory_ids if fetch.route else (),
-            first_token=asked.first_token,
-            num_tokens=asked.num_tokens,
-            tables=asked.tables,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+            tables=request.tables,
             timeout_s=self._left_s(requested),
-            zero_tail=asked.zero_tail,
-            priority=asked.priority,
-            traceparent=asked.traceparent,
-            origin=_origin(requested, other, asked.repeated),
+            zero_tail=request.zero_tail,
+            priority=request.priority,
+            traceparent=request.traceparent,
+            origin=_origin(requested, other, request.repeated),
         )
 
     def _left_s(self, requested: ev.Requested) -> float:
@@ -291,9 +292,9 @@ class PartServer:
     def find(self, key: str) -> Part | None:
         return self._live.get(key)
 
-    def fetch(self, asked: FetchPart, call: Call) -> None:
+    def fetch(self, request: FetchPart, call: Call) -> None:
         """Fetch the part; a repeated request joins it, or gets its outcome."""
-        key, origin = _key(asked.token), _key(asked.origin) if asked.origin else ""
+        key, origin = _key(request.token), _key(request.origin) if request.origin else ""
         if (outcome := self._ended.get(key, self._ended.get(origin))) is not None:
             call.reply(outcome)
             return
@@ -301,13 +302,13 @@ class PartServer:
             live.calls.append(call)
             return
         part = Part(key, self._end, [call], origin)
-        requested = self._requested(asked, part)
+        requested = self._requested(request, part)
         self._live[key] = part
         self._dispatch(requested)
 
-    def cancel(self, asked: CancelPart, call: Call) -> None:
+    def cancel(self, request: CancelPart, call: Call) -> None:
         """Reply when nothing of the part is in flight, or can be later."""
-        key = _key(asked.token)
+        key = _key(request.token)
         part = next((one for one in self._live.values() if key in (one.key, one.origin)), None)
         if part is None or part.key != key:
             self._remember(key, self._ended.get(key, CANCELLED))

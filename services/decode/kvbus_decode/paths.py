@@ -1,6 +1,6 @@
 """Path selection and predicted times of fetches."""
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.planning import (
@@ -44,8 +44,13 @@ class PathChooser:
 
     def path_of(self, chunk: Chunk) -> PathChoice:
         """Return the path of the fetch, or another if its mapped memory has closed."""
-        route, fetch, asked, leased = chunk.route, chunk.fetch, chunk.asked, chunk.wanted.epoch > 0
-        choice = fetch.choice or self.choose(route, asked.first_token, asked.num_tokens)
+        route, fetch, request, leased = (
+            chunk.route,
+            chunk.fetch,
+            chunk.request,
+            chunk.wanted.epoch > 0,
+        )
+        choice = fetch.choice or self.choose(route, request.first_token, request.num_tokens)
         if choice is not None:
             fetch.choice = choice
             is_open = choice.path is not Path.MAPPED or route.is_mapped
@@ -113,7 +118,7 @@ def speculative_read_of(
     """Return the read that needs no lease, if any. Raises `ProtocolError` for invalid blocks."""
     if choice.path not in UNPACKED or not _names_all(requested):
         return None
-    if route.others or requested.others or requested.access:
+    if route.remote_sources or requested.remote_ranks or requested.rank_secret:
         return None  # other agents drive a read only on request
     # A READ over TCP, or with a new connection, needs progress at the prefill agent. The lease
     # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
@@ -123,8 +128,8 @@ def speculative_read_of(
 
 
 def _names_all(requested: Requested) -> bool:
-    ticket, num_tokens = requested.ticket, requested.asked.num_tokens
-    if not ticket.blocks or requested.asked.chunk_tokens or ticket.num_tokens < num_tokens:
+    ticket, num_tokens = requested.ticket, requested.request.num_tokens
+    if not ticket.blocks or requested.request.chunk_tokens or ticket.num_tokens < num_tokens:
         return False
     return ticket.num_tokens == num_tokens or not requested.has_state
 
@@ -185,13 +190,13 @@ class CostBook:
     def __init__(self, agent: Agent, routes: RouteBook, chooser: PathChooser) -> None:
         self._agent, self._routes, self._chooser = agent, routes, chooser
 
-    def cost(self, asked: Cost) -> Predicted:
-        first, last = asked.first_token, asked.num_tokens
+    def cost(self, request: Cost) -> Predicted:
+        first, last = request.first_token, request.num_tokens
         if first > last:
             message = f"first_token {first} is behind num_tokens {last}"
             raise LocalError(message, field="first_token")
-        engine = self._engine(asked.decode_engine)
-        route = self._routes.between(asked.endpoint, asked.prefill_engine, engine)
+        engine = self._engine(request.decode_engine)
+        route = self._routes.between(request.endpoint, request.prefill_engine, engine)
         choice = self._chooser.choose(route, first, last) if route else None
         path = choice.path.value if choice else ""
         learned = Learned()

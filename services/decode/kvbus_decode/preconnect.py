@@ -7,7 +7,7 @@ from itertools import product
 import anyio
 import structlog
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError

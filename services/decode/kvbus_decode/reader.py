@@ -6,7 +6,7 @@ from functools import partial
 
 import structlog
 
-from kvbus.agent.engine import LocalEngine, engine_lost
+from kvbus.agent.local_engine import LocalEngine, engine_lost
 from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.data.messages import HOST
@@ -18,7 +18,7 @@ from kvbus_decode.chunk import Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Event as FetchEvent
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
-from kvbus_decode.observe import DecodeMetrics
+from kvbus_decode.fetch_reports import DecodeMetrics
 from kvbus_decode.paths import PathChooser
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import PathChoice, SourcePlan
@@ -81,7 +81,7 @@ class Reader:
                 chunk.route.engine,
                 rounds=tuple(map(tuple, (first, *filter(None, later)))),
                 path=choice.path.value,
-                priority=chunk.asked.priority,
+                priority=chunk.request.priority,
                 nixl_agent="" if choice.path is Path.MAPPED else chunk.route.home.nixl_agent,
             )
         )

@@ -121,7 +121,7 @@ class Peer:
 #     connection)                                       the next READ; and the routes, as below
 #
 #     a job or request fails: `OTHER_MEMORY`, or        the routes from this engine: the next fetch
-#     forbidden for a request with ``access``           shakes hands
+#     forbidden for a request with ``rank_secret``           shakes hands
 #
 #     an event reports the end of an engine, or a       the routes from this engine
 #     handshake finds another instance of it
@@ -240,7 +240,7 @@ class Source:
     engine_instance: str
     nixl: NixlMemory | None
     memory_id: str
-    access: str = field(repr=False)
+    rank_secret: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
     nixl_peer: NixlPeer | None = None
@@ -275,12 +275,12 @@ class Source:
             "agent_boot": self.agent_boot,
             "engine_id": self.engine_id,
             "memory_id": self.memory_id,
-            "access": self.access,
+            "rank_secret": self.rank_secret,
         }
 
     def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
-        asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
-        return CheckMemory(**self.named, **asked, progress_s=progress_s)
+        request = {"offer_id": offer_id, "nixl_agent": nixl_agent}
+        return CheckMemory(**self.named, **request, progress_s=progress_s)
 
     def ask(
         self,

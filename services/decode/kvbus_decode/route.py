@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import HOST, AddPlan, AddRemote, RemoveMemory, RemovePlan
 from kvbus.errors import GeometryError
@@ -87,7 +87,7 @@ class Route:
         self.prefill, self.sources, self.engine = prefill, sources, engine
         self.on_close: Callable[[], object] = lambda: None
         self._slot_bytes, self._data = slot_bytes, data
-        self.home, self.others = sources[0], sources[1:]
+        self.home, self.remote_sources = sources[0], sources[1:]
         self.paths: tuple[Path, ...] = ()
         self._holders = {rank: source for source in sources for rank in source.ranks}
         placed_there = [placed for source in sources for placed in source.ranks.values()]
@@ -129,7 +129,7 @@ class Route:
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        return tuple(f"{source.memory_id} {source.nixl_agent}" for source in self.others)
+        return tuple(f"{source.memory_id} {source.nixl_agent}" for source in self.remote_sources)
 
     @property
     def is_mapped(self) -> bool:

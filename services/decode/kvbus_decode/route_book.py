@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import anyio
 import structlog
 
-from kvbus.agent.engine import LocalEngine, engine_lost
+from kvbus.agent.local_engine import LocalEngine, engine_lost
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient
@@ -174,7 +174,7 @@ class RouteBook:
         check_compatible(done.memory.engine, shaken.engine.spec)
         home = await self._source(remote, done, shaken, ticket.engine_instance)
         self._peers.listen(peer, done.events_endpoint)
-        return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
+        return done, (home, *[await self._meet(other, done, shaken) for other in done.remote_ranks])
 
     async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
         """Shake hands with an agent that has ranks of the engine, but not its leases."""
@@ -182,7 +182,7 @@ class RouteBook:
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
             remote, done = await self._ask(
-                peer, shaken, engine_id=engine_id, ranks=other.ranks, access=other.access
+                peer, shaken, engine_id=engine_id, ranks=other.ranks, rank_secret=other.rank_secret
             )
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
@@ -259,7 +259,7 @@ class RouteBook:
             engine_instance=instance,
             nixl=memory,
             memory_id=done.memory_id,
-            access=done.access,
+            rank_secret=done.rank_secret,
             slot_bytes=done.slot_bytes,
             ranks=placed,
             nixl_peer=nixl_peer,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import structlog
 
 from kvbus.agent.segments import RegisteredRank
-from kvbus.agent.slots import DeviceSlots
+from kvbus.agent.staging_devices import DeviceSlots
 from kvbus.data import messages as data
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import GroupSpec, Tile, slot_bytes
@@ -40,7 +40,7 @@ class StagedWork:
     slots: DeviceSlots
 
     def begin(self, stage: Stage) -> None:
-        plan, slots, asked = open_plan(self.plan.staged_plan), self.slots, self.chunk.asked
+        plan, slots, request = open_plan(self.plan.staged_plan), self.slots, self.chunk.request
         slot = _slot_of(stage)
         if stage.kind is READING:
             read = data.ReadStaged(
@@ -50,14 +50,14 @@ class StagedWork:
                 tile=self.tile,
                 device=slots.device,
                 slot=slot,
-                priority=asked.priority,
+                priority=request.priority,
             )
             stage.read(read, self.plan.source, plan, slots.defined)
         else:
             copy = data.CopyStaged(
                 plan=plan.number,
                 index=self.index,
-                target_tables=asked.tables,
+                target_tables=request.tables,
                 tile=self.tile,
                 device=slots.device,
                 slot=slot,
@@ -97,7 +97,7 @@ class PackedWork:
             slot_lease_s=context.lease_s,
             token=chunk.wanted.token,
             done=stage.done,
-            priority=chunk.asked.priority,
+            priority=chunk.request.priority,
         )
         left_s = chunk.time_left_s(context.agent.loop.time())
         self.source.ask(message, left_s, partial(self._take_packed, stage))
@@ -127,7 +127,7 @@ class PackedWork:
             remote_device=packed.device,
             device=slots.device,
             slot=_slot_of(stage),
-            priority=self.chunk.asked.priority,
+            priority=self.chunk.request.priority,
         )
         stage.read(read, self.source, nixl.defined, slots.defined)
 
@@ -135,7 +135,7 @@ class PackedWork:
         ranks = [self.chunk.route.engine.ranks[number] for number in self.share.readers]
         scatter = data.Scatter(
             memories=tuple(rank.defined.number for rank in ranks),
-            table=self.chunk.asked.tables[self.tile.group],
+            table=self.chunk.request.tables[self.tile.group],
             tile=self.tile,
             device=self.slots.device,
             slot=_slot_of(stage),
@@ -167,7 +167,7 @@ class ZeroWork:
         zero = data.Zero(
             memory=self.rank.defined.number,
             group=self.group,
-            table=self.chunk.asked.tables[self.group],
+            table=self.chunk.request.tables[self.group],
             span=self.span,
             turn=self.chunk.turn,
         )
@@ -199,7 +199,7 @@ class CompareWork:
             rank = chunk.route.engine.ranks[number]
             digest = data.DigestJob(
                 memory=rank.defined.number,
-                table=chunk.asked.tables[tile.group],
+                table=chunk.request.tables[tile.group],
                 tile=tile,
                 offer_id=offer_id,
                 one_in=chunk.one_in,
@@ -239,7 +239,7 @@ class CompareWork:
         errors = (self._compare(stage, rank, self.found[None]) for rank in self.share.readers)
         error = next(filter(None, errors), None)
         if error is not None:
-            fetch_id = self.chunk.asked.fetch_id
+            fetch_id = self.chunk.request.fetch_id
             log.error("digest.failed", fetch_id=fetch_id, reason=error.message, **error.detail)
         stage.end(error=error)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from kvbus.agent.engine import engine_lost
+from kvbus.agent.local_engine import engine_lost
 from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent
 from kvbus.data import messages as wire
@@ -164,9 +164,9 @@ class DirectWork:
         read = wire.Read(
             plan=plan.number,
             source_tables=self.chunk.wanted.tables,
-            target_tables=self.chunk.asked.tables,
+            target_tables=self.chunk.request.tables,
             spans=self.chunk.spans,
-            priority=self.chunk.asked.priority,
+            priority=self.chunk.request.priority,
         )
         stage.read(read, self.plan.source, plan)
 
@@ -207,7 +207,7 @@ class MappedWork:
         copy = wire.Copy(
             plan=plan.number,
             source_tables=chunk.wanted.tables,
-            target_tables=chunk.asked.tables,
+            target_tables=chunk.request.tables,
             spans=chunk.spans,
             turn=chunk.turn,
         )
@@ -219,7 +219,7 @@ class MappedWork:
         if plan is None or memory is None or chunk.num_bytes > max_bytes:
             return None
         with tables_are_checked():
-            runs = plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
+            runs = plan.runs(chunk.wanted.tables, chunk.request.tables, chunk.spans)
         if runs.lattices:
             return None
         runs.check_sources(memory.extents)

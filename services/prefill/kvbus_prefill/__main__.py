@@ -7,8 +7,8 @@ def main() -> None:
     with importing():
         from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
         from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
-        from kvbus_prefill.agent import PrefillService  # noqa: PLC0415
         from kvbus_prefill.config import PrefillConfig  # noqa: PLC0415
+        from kvbus_prefill.prefill_service import PrefillService  # noqa: PLC0415
 
         run_command(AgentRole.PREFILL, PrefillConfig, PrefillService)
 

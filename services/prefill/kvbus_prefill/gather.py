@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.segments import RegisteredRank
 from kvbus.agent.service import Agent
@@ -26,10 +26,10 @@ from kvbus.protocol.peer import (
 )
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver, Promise
-from kvbus_prefill import slots
+from kvbus_prefill import slot_table as slots
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.observe import PrefillMetrics
 from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.offer_reports import PrefillMetrics
 
 log = structlog.get_logger()
 
@@ -98,22 +98,22 @@ class Packing:
         self._driver.dispatch(Stopped())
         self._driver.stop()
 
-    def _engine(self, asked: Pack | Digest | CheckMemory) -> LocalEngine:
+    def _engine(self, request: Pack | Digest | CheckMemory) -> LocalEngine:
         """Return the engine with exactly this memory."""
-        engine = self._agent.engines.engines.get(asked.engine_id)
+        engine = self._agent.engines.engines.get(request.engine_id)
         if engine is None:
             raise LocalError(
-                f"engine '{asked.engine_id}' is not here, or has ended",
+                f"engine '{request.engine_id}' is not here, or has ended",
                 code=ErrorCode.ENGINE_LOST,
-                engine_id=asked.engine_id,
+                engine_id=request.engine_id,
             )
-        engine.check_access(asked.access)
-        if engine.memory_id != asked.memory_id:
+        engine.check_rank_secret(request.rank_secret)
+        if engine.memory_id != request.memory_id:
             raise LocalError(
-                f"engine '{asked.engine_id}' came back with other memory",
+                f"engine '{request.engine_id}' came back with other memory",
                 code=ErrorCode.STALE,
-                engine_id=asked.engine_id,
-                theirs=asked.memory_id,
+                engine_id=request.engine_id,
+                theirs=request.memory_id,
                 ours=engine.memory_id,
             )
         return engine
@@ -129,7 +129,7 @@ class Packing:
                 process.segments.find_cuts()
             lost = self._lost.get(check.memory_id)
         else:
-            lost.check_access(check.access)
+            lost.check_rank_secret(check.rank_secret)
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
             self._drive_until(self._agent.loop.time() + for_s)
@@ -183,23 +183,23 @@ class Packing:
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather, promise: Promise[slots.Event]) -> None:
-        asked, work = command.asked, command.asked.work
-        device_slots = self._agent.staging.at(asked.slots.device)
+        request, work = command.wanted, command.wanted.work
+        device_slots = self._agent.staging.at(request.slots.device)
 
         def end(reply: wire.DataReply) -> None:
             error = reply.failure()
             if error is None:
                 self._metrics.gather_s.add({"": reply.seconds})
-                self._metrics.packed_bytes.values[()] += asked.num_bytes
+                self._metrics.packed_bytes.values[()] += request.num_bytes
             promise(slots.GatherEnded(command.slot_id, error))
 
         gather = wire.GatherJob(
             memory=work.memory.number,
-            table=asked.pack.table,
-            tile=asked.pack.tile,
+            table=request.pack.table,
+            tile=request.pack.tile,
             device=device_slots.device,
             slot=command.slot,
-            turn=wire.Turn(str(asked.lease), asked.pack.priority),
+            turn=wire.Turn(str(request.lease), request.pack.priority),
         )
         uses = (work.memory.defined, device_slots.defined)
         self._agent.data.start(gather, end, uses=uses)
@@ -231,9 +231,9 @@ class Packing:
     # the offer ends meanwhile, its blocks may have other bytes by then. The offer is therefore
     # checked twice: for the right before, and for validity after.
 
-    def _digest(self, asked: Digest, call: Call) -> None:
-        engine, tile = self._engine(asked), asked.tile
-        memory, group = _holder(engine, asked)
+    def _digest(self, request: Digest, call: Call) -> None:
+        engine, tile = self._engine(request), request.tile
+        memory, group = _holder(engine, request)
         if num_pieces(tile) > MAX_DIGESTS:
             raise GeometryError(
                 f"a tile of {num_pieces(tile)} pieces, digests are made of at most {MAX_DIGESTS}: "
@@ -245,7 +245,7 @@ class Packing:
 
         def check() -> None:
             if offered_here:
-                self._offers.check_digest(asked, is_state=is_state)
+                self._offers.check_digest(request, is_state=is_state)
 
         def end(made: wire.DataReply) -> None:
             try:
@@ -261,11 +261,11 @@ class Packing:
         check()
         digest = wire.DigestJob(
             memory=memory.number,
-            table=asked.table,
+            table=request.table,
             tile=tile,
-            offer_id=asked.offer_id,
-            one_in=asked.one_in,
-            turn=wire.Turn(asked.offer_id),
+            offer_id=request.offer_id,
+            one_in=request.one_in,
+            turn=wire.Turn(request.offer_id),
         )
         call.on_end = self._agent.data.start(digest, end, uses=(memory.defined,)).abort
 
@@ -295,13 +295,13 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
         )
 
 
-def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, GroupSpec]:
+def _holder(engine: LocalEngine, request: Pack | Digest) -> tuple[RegisteredRank, GroupSpec]:
     """Return a tile's memory and group; the copy refuses positions that the rank lacks."""
-    tile = asked.tile
-    memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
+    tile = request.tile
+    memory, groups = engine.ranks.get(request.rank), {one.name: one for one in engine.spec.groups}
     if memory is None:
         raise GeometryError(
-            f"rank {asked.rank} of engine '{engine.engine_id}' is not here, but "
+            f"rank {request.rank} of engine '{engine.engine_id}' is not here, but "
             f"{', '.join(map(str, sorted(engine.ranks)))}",
             field="rank",
         )
@@ -311,7 +311,7 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RegisteredRank, 
             f"no group '{tile.group}', the engine has {', '.join(sorted(groups))}", field="group"
         )
     num_blocks = memory.num_blocks.get(group.name, 0)
-    check_exact(group, asked.table, (tile.start, tile.stop), num_blocks=num_blocks)
+    check_exact(group, request.table, (tile.start, tile.stop), num_blocks=num_blocks)
     return memory, group
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import structlog
 
 from kvbus.agent.config import MEMORY_SOCKET
-from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
@@ -156,7 +156,7 @@ class MemoryLender:
     def _engine(self, wanted: LendMemory) -> LocalEngine:
         if wanted.agent_boot != self._agent.identity.agent_boot:
             raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
-        engine = self._agent.engines.part(wanted.engine_id, (), access=wanted.access)
+        engine = self._agent.engines.part(wanted.engine_id, (), rank_secret=wanted.rank_secret)
         if engine.memory_id != wanted.memory_id:
             raise LocalError("the engine came back with other memory", code=ErrorCode.STALE)
         if closed := self.socket_for(engine).closed:

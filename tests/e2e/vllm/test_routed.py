@@ -130,7 +130,7 @@ def test_trace_of_proxy_client_is_known_to_both_agents(pair: Cluster) -> None:
         spans = agent.trace(request_id=request_id)
         assert spans[0]["attributes"]["traceparent"] == trace
     waited = next(span for span in spans if span["name"] == "pending")
-    asked = next(span for span in spans if span["name"] == "asked")
+    asked = next(span for span in spans if span["name"] == "sending")
     assert waited["start_s"] < waited["end_s"] == asked["start_s"]
 
 

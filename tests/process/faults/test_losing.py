@@ -16,7 +16,7 @@ import pytest
 from kvbus.engine import Fetch, Link, Offer, Outcome
 from kvbus.engine.bounce import HostBuffer, HostLink, HostPool, LocalCopier
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError
-from kvbus.lab.engine import device_copy
+from kvbus.lab.lab_engine import device_copy
 from tests.process.faults.conftest import (
     LONG,
     LONG_TOKENS,

@@ -12,7 +12,7 @@ import torch
 from kvbus.engine import KvCache, Link
 from kvbus.engine.bounce import CopyBlocks, HostBuffer, HostLink, HostPool, LocalCopier
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
-from kvbus.lab.engine import device_copy
+from kvbus.lab.lab_engine import device_copy
 from kvbus.protocol import Outcome
 from tests.support.agents import AgentProcess, wait_until
 from tests.support.engines import FULL, make_spec

@@ -12,7 +12,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from tests.process.handoffs.shapes import ShapedAgents
 from tests.support.agents import until
 from tests.support.engines import (
-    ACCESS,
+    RANK_SECRET,
     failure_of,
     hand_over,
     make_spec,
@@ -85,14 +85,16 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
     shapes: ShapedAgents, named: dict[str, list[int]], reason: str
 ) -> None:
     agent, spec = shapes.prefill, make_spec(tp=2)
-    others = [AgentRanks(at, tuple(ranks), ACCESS) for at, ranks in named.items()]
+    others = [AgentRanks(at, tuple(ranks), RANK_SECRET) for at, ranks in named.items()]
     rank, _ = rank_link(agent.attach, spec, 0, num_blocks=4)
     async with rank:
         with pytest.raises(RequestRefused, match=reason) as refused:
-            await Link(agent.attach, spec, others=others, access=ACCESS).__aenter__()
+            await Link(
+                agent.attach, spec, remote_ranks=others, rank_secret=RANK_SECRET
+            ).__aenter__()
 
     assert refused.value.code is ErrorCode.GEOMETRY
-    assert refused.value.detail == {"field": "others"}
+    assert refused.value.detail == {"field": "remote_ranks"}
     await until(lambda: not agent.status()["engines"])
 
 
@@ -105,7 +107,10 @@ async def test_handshake_names_agent_that_lacks_ranks(shapes: ShapedAgents, whos
     async with (
         rank,
         Link(
-            home.attach, spec, others=[AgentRanks(endpoint, (1,), ACCESS)], access=ACCESS
+            home.attach,
+            spec,
+            remote_ranks=[AgentRanks(endpoint, (1,), RANK_SECRET)],
+            rank_secret=RANK_SECRET,
         ) as control,
         spread_engine([shapes.decode["direct"]]) as target,
     ):

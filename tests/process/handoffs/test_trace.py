@@ -33,7 +33,7 @@ from tests.support.memories import NHD
 pytestmark = pytest.mark.anyio
 
 ONE, OTHER = (f"00-{letter * 32}-{letter * 16}-01" for letter in "ab")
-WAYS = {"asked"}
+WAYS = {"sending"}
 HOLD_S = 0.5
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 Spans = list[dict[str, Any]]
@@ -266,12 +266,12 @@ async def test_spans_of_large_handoff_lie_within_engines_measurement(
     of_fetch, of_offer = (parts(agent, **which) for agent, which in asked)
     roots = [agent.trace(**which)[0] for agent, which in asked]
 
-    assert began_at <= of_fetch["asked"]["start_s"]
+    assert began_at <= of_fetch["sending"]["start_s"]
     spent_s = sum(one["end_s"] - one["start_s"] for one in of_fetch.values())
     assert spent_s <= ended_at - began_at
     for spans, root in zip((of_fetch, of_offer), roots, strict=True):
-        assert next(iter(spans)) == "asked"
-        assert root["start_s"] == spans["asked"]["start_s"]
+        assert next(iter(spans)) == "sending"
+        assert root["start_s"] == spans["sending"]["start_s"]
         assert root["end_s"] <= ended_at
 
 
@@ -298,4 +298,4 @@ def test_blocking_engine_asks_at_call_not_at_its_sessions_turn(
         fetch.ended.wait()
 
     spans = parts(decode, fetch_id=fetch.fetch_id)
-    assert began_at <= spans["asked"]["start_s"] < held_until[0] <= spans["asked"]["end_s"]
+    assert began_at <= spans["sending"]["start_s"] < held_until[0] <= spans["sending"]["end_s"]

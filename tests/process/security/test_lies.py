@@ -159,7 +159,7 @@ def what_is_true(
         "epoch": [1, 2],
         "secret": rights,
         "token": rights,
-        "access": rights,
+        "rank_secret": rights,
         "endpoint": [trap],
         "ticket": [signed(ticket, endpoint=trap, secret=right).to_json() for right in rights],
     }

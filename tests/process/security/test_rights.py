@@ -52,7 +52,7 @@ class Leased:
         self.lease = {**self.offer, "epoch": granted["epoch"]}
         self.rights = {
             "secret": ticket["secret"],
-            "access": done["access"],
+            "rank_secret": done["rank_secret"],
             "token": granted["token"],
         }
 
@@ -69,7 +69,7 @@ class Leased:
             **self.memory,
             **self.lease,
             "token": self.rights["token"],
-            "access": self.rights["access"],
+            "rank_secret": self.rights["rank_secret"],
             "rank": 0,
             "tile": {**tile, "start": 0, "stop": 16},
             "order": {"axes": axes, "block_size": 1},
@@ -85,8 +85,8 @@ class Leased:
             "withdraw": (self.offer, "secret"),
             "renew": ({**self.renewal, "lease_s": 1e-3}, "token"),
             "release": ({**self.lease, "code": "cancelled"}, "token"),
-            "check": ({**self.memory, "progress_s": 0.0}, "access"),
-            "pack": (self.pack, "access"),
+            "check": ({**self.memory, "progress_s": 0.0}, "rank_secret"),
+            "pack": (self.pack, "rank_secret"),
             "pack under another lease": (self.pack, "token"),
         }
 
@@ -100,9 +100,9 @@ def without_a_right(ticket: Body) -> dict[str, Body]:
         "all that is published": published,
         "a forged secret": {**published, "secret": FORGED},
         "the ranks": {"ranks": [0]},
-        "a forged access": {"ranks": [0], "access": FORGED},
-        "the secret as access": {"ranks": [0], "access": ticket["secret"]},
-        "no ranks and a forged access": {"ranks": [], "access": FORGED},
+        "a forged access": {"ranks": [0], "rank_secret": FORGED},
+        "the secret as access": {"ranks": [0], "rank_secret": ticket["secret"]},
+        "no ranks and a forged access": {"ranks": [], "rank_secret": FORGED},
     }
 
 

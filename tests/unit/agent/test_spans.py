@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.agent.spans import (
-    ASKED,
     FORGOTTEN,
     PENDING,
+    SENDING,
     Reading,
-    asked_span,
     command_spans,
     forgotten_span,
     last_end,
     nested,
     pending_span,
+    sending_span,
     state_spans,
 )
 from kvbus.errors import ErrorCode, LocalError
@@ -123,14 +123,14 @@ def test_way_to_agent_is_a_span_if_asked_before_start(asked_at: float | None) ->
     """The word of an engine with another clock is not believed where it cannot be."""
     begun = history((100.0, "wait"), (110.0, "over"))
 
-    spans = asked_span(begun, asked_at, depth=1)
+    spans = sending_span(begun, asked_at, depth=1)
 
     can_be = asked_at is not None and 0 < 100.0 - asked_at <= 3600.0
-    assert spans == ([Span(ASKED, asked_at or 0.0, 100.0, 1)] if can_be else [])
+    assert spans == ([Span(SENDING, asked_at or 0.0, 100.0, 1)] if can_be else [])
 
 
 @pytest.mark.parametrize("wanted_at", [None, 99.0, 101.0, 99.0 - 1e6, math.nan])
 def test_the_wait_before_the_engine_asked_is_a_span_if_it_can_be(wanted_at: float | None) -> None:
-    spans = pending_span(wanted_at, Span(ASKED, 100.0, 101.0, 1))
+    spans = pending_span(wanted_at, Span(SENDING, 100.0, 101.0, 1))
 
     assert spans == ([Span(PENDING, 99.0, 100.0)] if wanted_at == 99.0 else [])

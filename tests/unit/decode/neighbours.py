@@ -18,9 +18,9 @@ from kvbus.bus import new_context
 from kvbus.engine import Fetch, Offer
 from kvbus.protocol import AgentRole
 from kvbus_decode import transfers
-from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
-from kvbus_prefill.agent import PrefillService
+from kvbus_decode.decode_service import DecodeService
+from kvbus_prefill.prefill_service import PrefillService
 from tests.support.agents import until
 from tests.support.engines import Engine, engine, make_spec
 from tests.support.inside_agents import BINDS, inside_agent

@@ -167,10 +167,10 @@ READING: list[Any] = [requested(), READY, grant()]
 WAITING: list[Any] = [requested(), READY, grant(0)]
 ASKED: list[Any] = [*READING, READ]
 OTHERS = (AgentRanks("tcp://other:1", (1,), "access-of-16-chars"),)
-SPREAD: list[Any] = [requested(others=OTHERS), READY, grant()]
+SPREAD: list[Any] = [requested(remote_ranks=OTHERS), READY, grant()]
 WAITS: list[Any] = [*SPREAD, READ]
 OTHERS_DONE = ev.ReadEnded("f1", 4096, None, "direct", elsewhere=True)
-AGAIN, SPREAD_AGAIN = requested(repeated=1), requested(repeated=1, others=OTHERS)
+AGAIN, SPREAD_AGAIN = requested(repeated=1), requested(repeated=1, remote_ranks=OTHERS)
 QUERY = CommitQuery(secret="secret", token="own", reader_boot="next", offer_id="o1")
 COMMITTED, DENIED = (answered(QUERY, CommitAnswer(is_so, 32)) for is_so in (True, False))
 WORDS = {
@@ -474,17 +474,17 @@ SCRIPTS: dict[str, list[Step]] = {
 
     # ranks at other agents
     "other agents are asked with the first grant and the offer is committed when all have ended":
-        [requested(others=OTHERS), READY, (0, grant(), ["ask others", "read 0-32 last"]),
+        [requested(remote_ranks=OTHERS), READY, (0, grant(), ["ask others", "read 0-32 last"]),
          (0, READ, []), (0, OTHERS_DONE, ["commit"]), (0, YES, ["completed"])],
     "other agents that are faster are not waited for":
         [*SPREAD, (0, OTHERS_DONE, []), (0, READ, ["commit"])],
     "the lease is renewed while other agents read":
         [*WAITS, (3, DUE, ["renew"]), (3, grant(after=32, at=3.0), []), (6, DUE, ["renew"])],
     "what grows is read here while other agents read":
-        [requested(others=OTHERS), READY, (0, grant(0), ["ask others"]), (1, HINT, ["renew"]),
+        [requested(remote_ranks=OTHERS), READY, (0, grant(0), ["ask others"]), (1, HINT, ["renew"]),
          (1, grant(32), ["read 0-32 last"]), (1, READ, []), (1, OTHERS_DONE, ["commit"])],
     "an engine is told of chunks when they are in the blocks of all ranks":
-        [requested(others=OTHERS, chunk_tokens=16), READY, grant(),
+        [requested(remote_ranks=OTHERS, chunk_tokens=16), READY, grant(),
          (0, READ, ["read 16-32 last"]), (0, OTHERS_DONE, ["landed 16"]),
          (0, READ, ["commit", "landed 32"])],
     "a part that fails stops the others and the blocks come back with the last of them":

@@ -108,12 +108,12 @@ class RecordedFetches(Fetches):
     """The fetches of an engine with the agent of ``connection``."""
 
     def __init__(
-        self, connection: Recording | None = None, *, has_others: bool = False, **options: Any
+        self, connection: Recording | None = None, *, has_remote_ranks: bool = False, **options: Any
     ) -> None:
         super().__init__(
             runner(),
             SPEC,
-            has_others=has_others,
+            has_remote_ranks=has_remote_ranks,
             request_timeout_s=PATIENCE_S,
             logger=logging.getLogger("kvbus.engine"),
             **options,
@@ -139,8 +139,8 @@ class RecordedOffers(Offers):
     def offer(self, num_tokens: int = 0, block_ids: Any = None, **asked: Any) -> Offer:
         """As `Link.offer` does."""
         message = offer_message("r", num_tokens, block_ids or {}, **asked)
-        assert message.asked_s is not None
-        offer = Offer(runner(), message, message.asked_s + PATIENCE_S)
+        assert message.sent_s is not None
+        offer = Offer(runner(), message, message.sent_s + PATIENCE_S)
         self.ask(offer)
         return offer
 

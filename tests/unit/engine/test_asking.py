@@ -190,7 +190,7 @@ async def test_busy_fetch_is_asked_again_as_same_with_time_left(
     first, second = connection.sent
     least_s = HINT_S if hint.get("retry_after_s") == HINT_S else 0.0
     assert sent_at_once == 1
-    assert (second.fetch_id, second.asked_s) == (first.fetch_id, first.asked_s)
+    assert (second.fetch_id, second.sent_s) == (first.fetch_id, first.sent_s)
     assert passed_s >= least_s
     assert second.timeout_s <= 30.0 - least_s
     assert fetch.notice is None
@@ -265,14 +265,14 @@ async def test_an_offer_waits_for_room_unless_its_agent_is_gone() -> None:
 # An agent that is gone
 
 
-def fetching(has_others: bool) -> tuple[Recording, Fetch]:
+def fetching(has_remote_ranks: bool) -> tuple[Recording, Fetch]:
     connection = Recording()
-    fetches = RecordedFetches(connection, has_others=has_others)
+    fetches = RecordedFetches(connection, has_remote_ranks=has_remote_ranks)
     return connection, fetches.fetch(timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
-    ("has_others", "notices", "error", "stage", "blocks_free"),
+    ("has_remote_ranks", "notices", "error", "stage", "blocks_free"),
     [
         (False, [], GONE, "lost", True),
         (False, [], CLOSED, "lost", False),
@@ -285,9 +285,9 @@ def fetching(has_others: bool) -> tuple[Recording, Fetch]:
     ],
 )
 async def test_blocks_open_to_late_writes_are_never_reported_free(
-    has_others: bool, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
+    has_remote_ranks: bool, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
 ) -> None:
-    connection, fetch = fetching(has_others)
+    connection, fetch = fetching(has_remote_ranks)
     for blocks_were_free in notices:
         connection.answer(failed(fetch.fetch_id, blocks_free=blocks_were_free))
 
@@ -663,7 +663,7 @@ async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
     stopped, following = Recording(reply=None), Recording()
     offers = RecordedOffers(stopped)
     offer = offers.offer()
-    offer.ask_until = 0.0
+    offer.retry_until = 0.0
     seals = offer.seal()
 
     for _ in range(2):

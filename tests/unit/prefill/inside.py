@@ -10,14 +10,14 @@ from typing import Any
 import anyio
 
 from kvbus.agent.config import convert_config
-from kvbus.agent.engine import EngineProcess, LocalEngine
+from kvbus.agent.local_engine import EngineProcess, LocalEngine
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.geometry import EngineSpec
 from kvbus.memory.mapping import PassedFile
 from kvbus.protocol import AgentRole, R, Request
-from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.prefill_service import PrefillService
 from tests.support.agents import until
 from tests.support.engines import Engine, engine
 from tests.support.inside_agents import BINDS, inside_agent

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, KvPart, Tile
@@ -71,7 +71,7 @@ class Case:
             "agent_boot": self.agent.boot,
             "engine_id": local.engine_id,
             "memory_id": local.memory_id,
-            "access": local.access,
+            "rank_secret": local.rank_secret,
         }
 
     def pack(self, **changes: Any) -> Pack:

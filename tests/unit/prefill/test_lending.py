@@ -37,7 +37,7 @@ async def connected(agent: PrefillAgent) -> AsyncIterator[FrameChannel]:
 def question(agent: PrefillAgent, source: Engine, **changes: Any) -> dict[str, Any]:
     """What a reader that has shaken hands may ask."""
     local = agent.local(source)
-    lend = LendMemory(agent.boot, local.engine_id, local.memory_id, local.access)
+    lend = LendMemory(agent.boot, local.engine_id, local.memory_id, local.rank_secret)
     return {"op": "lend", "body": {**to_body(lend), **changes}}
 
 
@@ -91,11 +91,11 @@ async def test_who_shows_something_else_gets_nothing_and_may_ask_again(
         refused |= {
             str(changes): await refusal(channel, question(agent, source, **changes))
             for changes in (
-                {"access": "x" * 32},
+                {"rank_secret": "x" * 32},
                 {"agent_boot": "another"},
                 {"memory_id": "another"},
                 {"engine_id": "another"},
-                {"access": None},
+                {"rank_secret": None},
                 {"first": -1},
             )
         }

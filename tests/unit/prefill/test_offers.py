@@ -188,7 +188,7 @@ def tile(
         table=BlockTable.of(blocks, first_block=first_block),
         slot_lease_s=1.0,
         token=token,
-        access=SECRET,
+        rank_secret=SECRET,
     )
     return Wanted(pack, is_state)
 

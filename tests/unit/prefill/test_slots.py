@@ -13,7 +13,7 @@ from kvbus.errors import ErrorCode, SegmentError
 from kvbus.geometry import BlockTable, KvPart, Tile
 from kvbus.protocol import Pack, Packed
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped
-from kvbus_prefill import slots
+from kvbus_prefill import slot_table as slots
 
 LIMITS = slots.SlotLimits(num_slots=4, max_slot_lease_s=8.0)
 ONE_SLOT = slots.SlotLimits(num_slots=1)
@@ -57,7 +57,7 @@ def asked(
         table=BlockTable.of([1]),
         slot_lease_s=slot_lease_s,
         token="token",
-        access="access",
+        rank_secret="rank_secret",
         priority=priority,
     )
     return slots.SlotWanted(pack, lease, "reader", memory, num_bytes, name, name)
@@ -77,7 +77,7 @@ def done(commands: list[slots.Command]) -> list[str]:
     for command in commands:
         match command:
             case slots.StartGather():
-                words.append(f"gather {command.asked.work}")
+                words.append(f"gather {command.wanted.work}")
             case slots.StartWipe():
                 words.append("wipe")
             case SendReply(reply_to, Packed(slot_id)):

@@ -59,7 +59,7 @@ OTHER_MEMORY: list[Wrong] = [
     ({"agent_boot": "earlier"}, STALE, "earlier process"),
     ({"engine_id": "another"}, ErrorCode.ENGINE_LOST, "has ended"),
     ({"memory_id": "earlier"}, STALE, "other memory"),
-    ({"access": SECRET}, FORBIDDEN, "not yours"),
+    ({"rank_secret": SECRET}, FORBIDDEN, "not yours"),
 ]
 OTHER_TILE: list[Wrong] = [
     ({"offer_id": "another"}, ErrorCode.OFFER_UNKNOWN, "no offer"),
@@ -184,14 +184,14 @@ async def test_ranks_with_home_elsewhere_are_packed_under_slot_lease(
     agent: PrefillAgent,
 ) -> None:
     spec = make_spec(tp=2)
-    rank, cache = rank_link(agent.attach, spec, 1, access=SECRET)
+    rank, cache = rank_link(agent.attach, spec, 1, rank_secret=SECRET)
     async with agent.reader() as reader, rank:
         view = bits(cache.view(1, KvPart.KEY)).random_(-(2**15), 2**15)
         here = Engine(spec, StrictLink(agent.attach, spec), [cache], NUM_BLOCKS)
         case = Case(agent, here, reader, "elsewhere", 3)
         processes = list(case.local.processes)
 
-        done = await case.shake(ranks=(1,), access=SECRET)
+        done = await case.shake(ranks=(1,), rank_secret=SECRET)
         tile = Tile("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)
         packed = await case.packed(memory_id=done.memory_id, rank=1, tile=tile, slot_lease_s=0.2)
 
@@ -225,7 +225,7 @@ async def test_nixl_knows_only_slots_if_memory_is_not_read_directly(
         await until(lambda: agent.counts["slots"] == 0)
 
         assert (done.memory_id, done.slot_bytes) == (case.local.memory_id, SETTINGS["slot_bytes"])
-        assert (done.memory.addresses, done.others) == (({},), ())
+        assert (done.memory.addresses, done.remote_ranks) == (({},), ())
         staging, engines = agent.runtime.agent.staging, agent.runtime.agent.engines
         assert (staging.registered_bytes, engines.registered_bytes) == (4 * 65536, 0)
         assert is_right

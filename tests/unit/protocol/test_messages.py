@@ -34,7 +34,7 @@ from tests.unit.vectors.golden import example
 
 JARGON = re.compile(r"`|Expected |Object |Invalid ")  # msgspec says where as `$.name`
 """What only messages of msgspec have."""
-RIGHTS = {"secret", "token", "access", "grant", "ticket", "transfer_id"}
+RIGHTS = {"secret", "token", "rank_secret", "grant", "ticket", "transfer_id"}
 RIGHT = "b1946ac92492d2347c6235b4d2611184"
 OFFER: dict[str, Any] = {
     "request_id": "r",

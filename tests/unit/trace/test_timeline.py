@@ -96,8 +96,8 @@ def test_shares_add_up_to_the_whole_whatever_the_clocks_say(offset_s: float) -> 
     ("fetched", "offered", "shares"),
     [
         (
-            [("fetch", 0, 6), ("asked", 0, 5, 1), ("reading", 5, 6, 1)],
-            [("offer", 7, 8), ("asked", 7, 8, 1)],
+            [("fetch", 0, 6), ("sending", 0, 5, 1), ("reading", 5, 6, 1)],
+            [("offer", 7, 8), ("sending", 7, 8, 1)],
             {
                 "on the way from the decode engine to its agent": 5.0,
                 "reading": 1.0,

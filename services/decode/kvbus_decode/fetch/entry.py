@@ -123,7 +123,7 @@ class FetchEntry:
     unconfirmed: bool = False
     nixl_agent: str = ""
     chunk: ev.ReadChunk | None = None
-    others_read: bool = False
+    remote_parts_read: bool = False
     num_bytes: int = 0
     path: str = ""
     ends_as: FetchState = FetchState.COMPLETED
@@ -136,15 +136,15 @@ class FetchEntry:
 
     @property
     def turn(self) -> Key:
-        return Key(self.requested.ticket.agent_boot, self.requested.asked.priority)
+        return Key(self.requested.ticket.agent_boot, self.requested.request.priority)
 
     @property
     def read_to(self) -> int:
-        return self.requested.asked.first_token + self.num_read
+        return self.requested.request.first_token + self.num_read
 
     @property
     def in_flight(self) -> bool:
-        return self.chunk is not None or self.others_read
+        return self.chunk is not None or self.remote_parts_read
 
     @property
     def is_over(self) -> bool:
@@ -196,12 +196,12 @@ class FetchEntry:
 
     def next_chunk(self) -> ev.ReadChunk | None:
         """Return the next tokens to read, the state after the seal, or None."""
-        asked, has_state = self.requested.asked, self.requested.has_state
-        wanted, chunk_tokens, start = asked.num_tokens, asked.chunk_tokens, self.read_to
+        request, has_state = self.requested.request, self.requested.has_state
+        wanted, chunk_tokens, start = request.num_tokens, request.chunk_tokens, self.read_to
         stop = min(self.num_ready, wanted)
         if chunk_tokens:
             stop = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-        does_more = has_state or (asked.zero_tail and wanted > asked.first_token)
+        does_more = has_state or (request.zero_tail and wanted > request.first_token)
         lacks_last = self.sealed and does_more and not self.last_was_read
         if stop <= start and not lacks_last:
             return None
@@ -214,7 +214,7 @@ class FetchEntry:
         requested = self.requested
         self.requested = replace(
             requested,
-            asked=replace(requested.asked, ticket={}, tables={}),
+            request=replace(requested.request, ticket={}, tables={}),
             ticket=replace(requested.ticket, blocks=""),
             reply_to=None,
             resources=None,
@@ -239,11 +239,11 @@ class FetchEntry:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
         if self.sealed and not granted.sealed:
             raise _taken_back("seal", self.sealed, granted.sealed)
-        asked = self.requested.asked
-        wanted = asked.num_tokens
-        if granted.sealed and asked.at_most and granted.num_tokens < wanted:
-            wanted = max(asked.first_token, granted.num_tokens)
-            self.requested = replace(self.requested, asked=replace(asked, num_tokens=wanted))
+        request = self.requested.request
+        wanted = request.num_tokens
+        if granted.sealed and request.at_most and granted.num_tokens < wanted:
+            wanted = max(request.first_token, granted.num_tokens)
+            self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
         if granted.sealed and granted.num_tokens < wanted:
             message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
             raise LocalError(message, num_tokens=granted.num_tokens)
@@ -277,11 +277,11 @@ class FetchEntry:
             self.read_again()
 
     def note_committed(self, answer: CommitAnswer) -> None:
-        asked = self.requested.asked
+        request = self.requested.request
         self.error = None
-        if asked.at_most and answer.num_tokens < asked.num_tokens:
-            wanted = max(asked.first_token, answer.num_tokens)
-            self.requested = replace(self.requested, asked=replace(asked, num_tokens=wanted))
+        if request.at_most and answer.num_tokens < request.num_tokens:
+            wanted = max(request.first_token, answer.num_tokens)
+            self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
 
     def read_again(self) -> None:
         self.num_read, self.last_was_read, self.unconfirmed = 0, False, False
@@ -290,7 +290,7 @@ class FetchEntry:
     def land(self, ended: ev.ReadEnded) -> None:
         self.num_bytes += ended.num_bytes
         if ended.elsewhere:
-            self.others_read, self.path = False, self.path or ended.path
+            self.remote_parts_read, self.path = False, self.path or ended.path
             return
         chunk, self.chunk, self.path = self.chunk, None, ended.path or self.path
         if chunk is not None and ended.error is None:
@@ -301,7 +301,7 @@ class FetchEntry:
     def report(self, stage: FetchState, undecided: bool = False) -> ev.ReportFetched:
         error, requested = self.error, self.requested
         fetched = Fetched(
-            fetch_id=requested.asked.fetch_id,
+            fetch_id=requested.request.fetch_id,
             request_id=requested.ticket.request_id,
             outcome=Outcome(self.ends_as.value),
             stage=stage.value,
@@ -311,7 +311,7 @@ class FetchEntry:
             num_bytes=self.num_bytes,
             path=self.path,
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
-            num_tokens=requested.asked.num_tokens,
+            num_tokens=requested.request.num_tokens,
             attempts=self.attempts,
         )
         return ev.ReportFetched(requested, fetched, self.held is not None, undecided)

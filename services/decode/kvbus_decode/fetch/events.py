@@ -58,20 +58,20 @@ class Requested(Value, frozen=True):
     """A request for a fetch.
 
     Until a ``rendezvous`` has a ticket, ``ticket`` has only its fields. Only this fetch can repeat
-    a granted `Commit` with ``commit_token``. ``access`` is a part's credential.
+    a granted `Commit` with ``commit_token``. ``rank_secret`` is a part's credential.
     """
 
     fetch_id: str
     engine_id: str
-    asked: StartFetch
+    request: StartFetch
     ticket: Ticket
     timeout_s: float
     reply_to: Any
     has_state: bool = False
     commit_token: str = ""
     rendezvous: Rendezvous | None = None
-    others: tuple[AgentRanks, ...] = ()
-    access: str = ""
+    remote_ranks: tuple[AgentRanks, ...] = ()
+    rank_secret: str = ""
     resources: Any = None
     has_route: bool = False
     boot: str = ""

@@ -57,20 +57,20 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def num_quarantined_blocks(self) -> int:
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
-        return sum(len(table) for f in draining for table in f.requested.asked.tables.values())
+        return sum(len(table) for f in draining for table in f.requested.request.tables.values())
 
     def called(self, name: str) -> list[FetchEntry]:
-        return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
+        return [one for one in self.named(name) if one.requested.request.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
         requested, rendezvous = entry.requested, entry.requested.rendezvous
-        names = {requested.ticket.request_id, requested.asked.fetch_id}
+        names = {requested.ticket.request_id, requested.request.fetch_id}
         if rendezvous is not None:
             names |= {rendezvous.transfer_id, rendezvous.request_id}
         return tuple(names - {""})
 
     def _refusal(self, event: ev.Requested) -> LocalError | None:
-        num_live, name = len(self.live), event.asked.fetch_id
+        num_live, name = len(self.live), event.request.fetch_id
         if self.draining:
             return LocalError("the agent is draining", code=ErrorCode.DRAINING)
         if self.find(event.fetch_id) is not None:
@@ -96,10 +96,10 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             entered_at=now,
         )
         commands: Commands = [ev.AcquirePeer(event, fetch.attempts, deadline)]
-        if event.asked.repeated:
+        if event.request.repeated:
             fetch.state, fetch.repeated = FetchState.COMMITTING, True
-            if event.others:
-                fetch.others_read = True
+            if event.remote_ranks:
+                fetch.remote_parts_read = True
                 commands.append(ev.EndEarlierParts(fetch.requested))
             else:
                 commands.append(ask(fetch, at))

@@ -121,7 +121,7 @@ def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
         "secret": ticket.secret,
         "reader_agent": limits.reader_agent,
         "reader_boot": limits.reader_boot,
-        "part": bool(requested.access),
+        "part": bool(requested.rank_secret),
     }
     if fetch.state is not COMMITTING:
         return Acquire(lease_s=limits.lease_s, **shown)
@@ -151,7 +151,7 @@ def _pause_s(event: ev.Answered, at: Context) -> float:
 
 
 def on_offer_changed(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
-    if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
+    if fetch.repeated and fetch.remote_parts_read:  # parts of the earlier process end first
         return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
         return [ask(fetch, at)]
@@ -228,7 +228,7 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
     if fetch.chunk is not None:
         fetch.enter(READING, at.now)
         return [fetch.chunk]
-    if not fetch.sealed or fetch.is_acquiring or fetch.others_read:
+    if not fetch.sealed or fetch.is_acquiring or fetch.remote_parts_read:
         fetch.enter(ACQUIRING if fetch.is_acquiring else WAITING, at.now)
         return []
     fetch.enter(COMMITTING, at.now)
@@ -244,8 +244,8 @@ def apply_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
         fetch.hold(event.sent_at, event.outcome)
     except KVBusError as error:
         return fail(fetch, error, at)
-    if is_first and fetch.requested.others:
-        fetch.others_read = True
+    if is_first and fetch.requested.remote_ranks:
+        fetch.remote_parts_read = True
         commands.append(ev.AskOthers(fetch.requested, fetch.attempts))
     if fetch.chunk is None:
         commands += go_on(fetch, at)
@@ -259,9 +259,9 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     if event.error is not None:
         return retry_or_fail(fetch, event.error, at)
     commands = [] if fetch.chunk is not None else go_on(fetch, at)
-    asked = fetch.requested.asked
-    if asked.chunk_tokens and fetch.num_read and not fetch.others_read:
-        landed = Landed(fetch_id=asked.fetch_id, num_tokens=fetch.read_to)
+    request = fetch.requested.request
+    if request.chunk_tokens and fetch.num_read and not fetch.remote_parts_read:
+        landed = Landed(fetch_id=request.fetch_id, num_tokens=fetch.read_to)
         commands.append(ev.NotifyEngine(fetch.requested, landed))
     return commands
 
@@ -437,7 +437,7 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     if fetch.in_flight:
         return []
     fetch.enter(fetch.ends_as, at.now)
-    freed = BlocksFreed(fetch_id=fetch.requested.asked.fetch_id)
+    freed = BlocksFreed(fetch_id=fetch.requested.request.fetch_id)
     return [*give_back(fetch), ev.NotifyEngine(fetch.requested, freed)]
 
 

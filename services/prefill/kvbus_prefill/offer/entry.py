@@ -124,7 +124,7 @@ class OfferEntry:
     ttl_s: float = 0.0
     readers: int = 1
     traceparent: str = ""
-    asked_s: float | None = None
+    sent_s: float | None = None
     num_tokens: int = 0
     tables: dict[str, BlockTable] = field(default_factory=dict)
     opened_at: float = 0.0
@@ -174,12 +174,12 @@ class OfferEntry:
             return self.cell.is_committed_by(token)
         return bool(self.committed) and commit_mark(self.secret, token) in self.committed
 
-    def deny(self, asked: CommitQuery, max_denied: int) -> None:
+    def deny(self, request: CommitQuery, max_denied: int) -> None:
         """Deny commits with this token, except from the requesting process."""
-        if len(self.denied) >= max_denied and asked.token not in self.denied:
+        if len(self.denied) >= max_denied and request.token not in self.denied:
             message = f"{max_denied} readers of the offer repeat their fetches, which is the limit"
             raise LocalError(message, code=ErrorCode.BUSY)
-        self.denied[asked.token] = asked.reader_boot
+        self.denied[request.token] = request.reader_boot
 
     def retire(self) -> None:
         self.tables, self.ticket, self.waiting = {}, None, {}
@@ -213,8 +213,8 @@ class OfferEntry:
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
 
-    def check_tile(self, asked: Pack | Digest, *, is_state: bool) -> None:
-        group, stop, table = asked.tile.group, asked.tile.stop, asked.table
+    def check_tile(self, request: Pack | Digest, *, is_state: bool) -> None:
+        group, stop, table = request.tile.group, request.tile.stop, request.table
         if is_state and self.state is OfferState.OPEN:
             raise LocalError(
                 f"group '{group}' is a state, it is there once the offer is sealed",

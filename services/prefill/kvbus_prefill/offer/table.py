@@ -79,11 +79,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
         offer.check_tile(pack, is_state=is_state)
 
-    def check_digest(self, asked: Digest, *, is_state: bool) -> None:
+    def check_digest(self, request: Digest, *, is_state: bool) -> None:
         """Check as `check_pack`, with the ticket's secret instead of a lease."""
-        offer = self.check_reader(asked.offer_id, asked.secret)
-        check_right(asked.engine_id, offer.engine_id)
-        offer.check_tile(asked, is_state=is_state)
+        offer = self.check_reader(request.offer_id, request.secret)
+        check_right(request.engine_id, offer.engine_id)
+        offer.check_tile(request, is_state=is_state)
 
     def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
         offer = self._known(offer_id)
@@ -96,17 +96,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer = self.find(commit.offer_id)
         return offer is not None and offer.has_committed(commit.token, holder)
 
-    def may_be_published(self, asked: CommitQuery) -> bool:
+    def may_be_published(self, request: CommitQuery) -> bool:
         """Return whether the offer is unknown: its engine may publish it again."""
-        return self._committed(asked) is None
+        return self._committed(request) is None
 
-    def _committed(self, asked: CommitQuery) -> OfferEntry | None:
-        if not asked.offer_id:
-            named = reversed(self.named(asked.secret))
-            return next((one for one in named if one.transfer_id == asked.secret), None)
-        offer = self.find(asked.offer_id)
+    def _committed(self, request: CommitQuery) -> OfferEntry | None:
+        if not request.offer_id:
+            named = reversed(self.named(request.secret))
+            return next((one for one in named if one.transfer_id == request.secret), None)
+        offer = self.find(request.offer_id)
         if offer is not None:
-            check_right(asked.secret, offer.secret)
+            check_right(request.secret, offer.secret)
         return offer
 
     # A negative answer is binding. A commit of the reader's earlier process may still arrive, and
@@ -117,17 +117,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     next process            query: no ──▶ reads again ──▶ commit: yes
     #     offer                   └ denied: the token, but to the next process
     def _answer_committed(self, event: ev.Asked[CommitQuery], now: float) -> Commands:
-        asked, offer = event.message, self._committed(event.message)
-        is_committed = offer is not None and offer.has_committed(asked.token, event.holder)
+        request, offer = event.message, self._committed(event.message)
+        is_committed = offer is not None and offer.has_committed(request.token, event.holder)
         if offer is None or not is_committed:
             if offer is not None and not offer.is_over:
-                offer.deny(asked, self.limits.max_denied)
+                offer.deny(request, self.limits.max_denied)
             return [SendReply(event.reply_to, CommitAnswer(committed=False))]
         commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
         if offer.cell is None or offer.is_over:
             return commands
         committed = ev.CellCommitted(
-            offer.offer_id, asked.token
+            offer.offer_id, request.token
         )  # its reader crashed before its report
         return commands + self._apply(offer, committed, now)
 

@@ -100,7 +100,7 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     offer.state = SEALED if message.sealed else OPEN
     offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
     offer.secret, offer.ticket, offer.ttl_s = ticket.secret, ticket, event.ttl_s
-    offer.readers, offer.asked_s = message.readers, message.asked_s
+    offer.readers, offer.sent_s = message.readers, message.sent_s
     offer.traceparent, offer.cell = ticket.traceparent, event.cell
     if offer.cell is not None:
         offer.cell.open(message.cell)

@@ -16,11 +16,11 @@ import psutil
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.engine import EngineProcess, LocalEngine, engine_lost
 from kvbus.agent.identity import check_protocol
+from kvbus.agent.local_engine import EngineProcess, LocalEngine, engine_lost
 from kvbus.agent.loop import guarded
 from kvbus.agent.segments import Segments
-from kvbus.agent.slots import StagingDevices
+from kvbus.agent.staging_devices import StagingDevices
 from kvbus.bus import Call, EventPublisher, RequestServer
 from kvbus.data.client import DataProcess
 from kvbus.data.messages import Cut
@@ -175,9 +175,9 @@ class EngineDirectory:
             )
         return engine
 
-    def part(self, engine_id: str, ranks: Iterable[int], *, access: str | None) -> LocalEngine:
+    def part(self, engine_id: str, ranks: Iterable[int], *, rank_secret: str | None) -> LocalEngine:
         engine = self._known(engine_id)
-        engine.check_access(access)
+        engine.check_rank_secret(rank_secret)
         if not set(ranks) <= engine.ranks.keys():
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         return engine
@@ -297,7 +297,7 @@ class EngineDirectory:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
             is_named = wanted.instance and wanted.instance not in self._ended
             process.memory = wanted.instance if is_named else uuid.uuid4().hex
-            joined.add_rank(memory, wanted.access, process.memory)
+            joined.add_rank(memory, wanted.rank_secret, process.memory)
         except KVBusError:
             process.segments.remove(memory)
             raise

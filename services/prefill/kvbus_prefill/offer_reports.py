@@ -9,18 +9,18 @@ from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
     Histories,
     Reading,
-    asked_span,
     command_spans,
     forgotten_span,
     last_end,
     nested,
+    sending_span,
     state_spans,
 )
 from kvbus.protocol.tools import Span, Status, Trace, TraceResult, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.slots import SlotEntry, SlotState, SlotTable
+from kvbus_prefill.slot_table import SlotEntry, SlotState, SlotTable
 
 READINGS = {
     "offers": "Offers that are live.",
@@ -59,17 +59,17 @@ class OfferHistories(Histories[OfferEntry]):
         super().__init__(offers)
         self._offers, self._tiles = offers, slots.named
 
-    def lines(self, asked: Status) -> list[str]:
-        offer = self._offers.find(asked.offer_id)
+    def lines(self, request: Status) -> list[str]:
+        offer = self._offers.find(request.offer_id)
         return [] if offer is None else list(offer.history.lines())
 
-    def remembered(self, asked: Trace) -> TraceResult:
-        offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
+    def remembered(self, request: Trace) -> TraceResult:
+        offers, named = self._offers.named(request.request_id), self._offers.find(request.offer_id)
         if named is not None and named not in offers:
             offers.append(named)
         entries = [self.later(offer)() for offer in offers]
-        if asked.offer_id and not offers:
-            tiles = _tile_spans(self._tiles(asked.offer_id), depth=0)
+        if request.offer_id and not offers:
+            tiles = _tile_spans(self._tiles(request.offer_id), depth=0)
             entries += [tiles] if tiles else []
         return TraceResult(tuple(map(tuple, entries)))
 
@@ -82,7 +82,7 @@ def _spans(offer: OfferEntry, tiles: Iterable[SlotEntry]) -> list[Span]:
     waited = [replace(one, depth=0) for one in states if one.name == OfferState.AWAITED]
     states = forgotten_span(history, depth=1) + states[len(waited) :]
     made_at = offer.opened_at
-    there = asked_span(history, offer.asked_s, depth=1, started_at=made_at)
+    there = sending_span(history, offer.sent_s, depth=1, started_at=made_at)
     parts = there + states
     root = Span(
         name="offer",
@@ -105,7 +105,7 @@ def _spans(offer: OfferEntry, tiles: Iterable[SlotEntry]) -> list[Span]:
 
 def _tile_spans(tiles: Iterable[SlotEntry], *, depth: int) -> list[Span]:
     spans = [
-        replace(span, about=f"tile {tile.slot_id}", attributes={"num_bytes": tile.asked.num_bytes})
+        replace(span, about=f"tile {tile.slot_id}", attributes={"num_bytes": tile.wanted.num_bytes})
         for tile in tiles
         for span in state_spans(tile.history, TILE, depth=depth)
     ]

@@ -10,11 +10,11 @@ from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
     Histories,
     Reading,
-    asked_span,
     forgotten_span,
     last_end,
     nested,
     pending_span,
+    sending_span,
     state_spans,
 )
 from kvbus.planning import Path
@@ -93,7 +93,7 @@ def log_retry(ended: ev.EndAttempt) -> None:
     log.info(
         "handoff.retried",
         request_id=requested.ticket.request_id,
-        fetch_id=requested.asked.fetch_id,
+        fetch_id=requested.request.fetch_id,
         engine_id=requested.engine_id,
         attempt=ended.attempt,
         code=ended.error.code,
@@ -145,19 +145,19 @@ class FetchHistories(Histories[FetchEntry]):
         super().__init__(table)
         self._table, self._reads = table, reads
 
-    def lines(self, asked: Status) -> list[str]:
-        found = self._table.called(asked.fetch_id)
+    def lines(self, request: Status) -> list[str]:
+        found = self._table.called(request.fetch_id)
         lines = [line for fetch in found for line in fetch.history.lines()]
         reads = [self._reads(fetch.key) for fetch in found]
         return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
-    def remembered(self, asked: Trace) -> TraceResult:
-        fetches = {one.key: one for one in self._table.named(asked.request_id)}
-        fetches |= {one.key: one for one in self._table.called(asked.fetch_id)}
+    def remembered(self, request: Trace) -> TraceResult:
+        fetches = {one.key: one for one in self._table.named(request.request_id)}
+        fetches |= {one.key: one for one in self._table.called(request.fetch_id)}
         entries = [tuple(self.later(fetch)()) for fetch in fetches.values()]
         tickets = [fetch.requested.ticket for fetch in fetches.values()]
-        others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
-        return TraceResult(tuple(entries), tuple(others))
+        agents = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
+        return TraceResult(tuple(entries), tuple(agents))
 
     def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
         return partial(_spans, fetch, self._reads(fetch.key))
@@ -165,8 +165,10 @@ class FetchHistories(Histories[FetchEntry]):
 
 def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
     history, requested = fetch.history, fetch.requested
-    request_span = asked_span(history, requested.asked.asked_s, depth=1)
-    pending = [span for one in request_span for span in pending_span(requested.asked.wanted_s, one)]
+    request_span = sending_span(history, requested.request.sent_s, depth=1)
+    pending = [
+        span for one in request_span for span in pending_span(requested.request.wanted_s, one)
+    ]
     stages = request_span + forgotten_span(history, depth=1) + state_spans(history, FETCH, depth=1)
     started_at = stages[0].start_s if stages else history.started_at or 0.0
     root = Span(
@@ -199,14 +201,14 @@ def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
     requested, ticket = fetch.requested, fetch.requested.ticket
     return {
         "request_id": ticket.request_id,
-        "fetch_id": requested.asked.fetch_id,
+        "fetch_id": requested.request.fetch_id,
         "offer_id": ticket.offer_id,
         "engine_id": requested.engine_id,
         "state": fetch.state.value,
-        "num_tokens": requested.asked.num_tokens,
+        "num_tokens": requested.request.num_tokens,
         "num_bytes": fetch.num_bytes,
         "attempts": fetch.attempts,
         "path": fetch.path,
         "prefill_agent": ticket.agent_id,
-        **trace_attributes(requested.asked.traceparent, ticket.traceparent),
+        **trace_attributes(requested.request.traceparent, ticket.traceparent),
     }

@@ -136,7 +136,7 @@ Event = (
 class StartGather(Value, frozen=True):
     slot_id: int
     slot: int
-    asked: SlotWanted
+    wanted: SlotWanted
 
 
 class StartWipe(Value, frozen=True):
@@ -154,7 +154,7 @@ class SlotEntry:
     """State of one tile; ``slot_id`` is unique for each use of a slot."""
 
     slot_id: int
-    asked: SlotWanted
+    wanted: SlotWanted
     slot_lease_s: float
     expires_at: float
     state: SlotState = WAITING
@@ -174,47 +174,47 @@ class SlotEntry:
         return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
-        pack = replace(self.asked.pack, table=NO_BLOCKS)
-        self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
+        pack = replace(self.wanted.pack, table=NO_BLOCKS)
+        self.wanted = replace(self.wanted, pack=pack, work=None, reply_to=None)
 
 
 def start(tile: SlotEntry, event: SlotGranted, _: Context) -> Commands:
     tile.state, tile.slot = GATHERING, event.slot
-    return [StartGather(tile.slot_id, event.slot, tile.asked)]
+    return [StartGather(tile.slot_id, event.slot, tile.wanted)]
 
 
 def end_gather(tile: SlotEntry, event: GatherEnded, at: Context) -> Commands:
-    asked = tile.asked
+    request = tile.wanted
     if event.error is not None or tile.slot is None:
         error = event.error or KVBusError("the tile was gathered into no slot")
-        return [Refuse(asked.reply_to, error), *free(tile, event, at)]
+        return [Refuse(request.reply_to, error), *free(tile, event, at)]
     tile.state = PACKED
     packed = Packed(
         slot_id=tile.slot_id,
-        address=asked.slots.address(tile.slot),
-        num_bytes=asked.num_bytes,
+        address=request.slots.address(tile.slot),
+        num_bytes=request.num_bytes,
         slot_lease_s=tile.slot_lease_s,
-        memory=asked.slots.memory_kind,
-        device=asked.slots.nixl_device,
+        memory=request.slots.memory_kind,
+        device=request.slots.nixl_device,
     )
-    return [SendReply(asked.reply_to, packed)]
+    return [SendReply(request.reply_to, packed)]
 
 
 def give_up(tile: SlotEntry, event: Event, _: Context) -> Commands:
     tile.state = OVER
-    return [Refuse(tile.asked.reply_to, _reason(tile, event))]
+    return [Refuse(tile.wanted.reply_to, _reason(tile, event))]
 
 
 def abandon(tile: SlotEntry, event: Event, _: Context) -> Commands:
     tile.state = ABANDONED
-    return [Refuse(tile.asked.reply_to, _reason(tile, event))]
+    return [Refuse(tile.wanted.reply_to, _reason(tile, event))]
 
 
 def free(tile: SlotEntry, _event: Event, at: Context) -> Commands:
     """Free or wipe the slot; later READs of it are invalid."""
     if at.limits.wipe and tile.slot is not None:
         tile.state = WIPING
-        return [StartWipe(tile.slot_id, tile.slot, tile.asked.slots)]
+        return [StartWipe(tile.slot_id, tile.slot, tile.wanted.slots)]
     tile.state = OVER
     return []
 
@@ -285,7 +285,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         return sum(pool.num_in_use for pool in self._pools.values())
 
     def _names_of(self, entry: SlotEntry) -> tuple[str, ...]:
-        return (entry.asked.pack.offer_id,)
+        return (entry.wanted.pack.offer_id,)
 
     def _handle(self, event: Event, now: float) -> Commands:
         commands: Commands = []
@@ -302,15 +302,15 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
                 return [self.live[slot_id]]
             case GivenBack(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
-                return [tile for tile in known if tile.asked.reader == reader]
+                return [tile for tile in known if tile.wanted.reader == reader]
             case TileAbandoned(lease, reply_to):
                 of_lease = self._leases.get(lease, {}).values()
-                return [tile for tile in of_lease if tile.asked.reply_to is reply_to]
+                return [tile for tile in of_lease if tile.wanted.reply_to is reply_to]
             case LeaseEnded(lease):
                 return list(self._leases.get(lease, {}).values())
             case EngineLost(engine_id):
                 return [
-                    tile for tile in self.live.values() if tile.asked.pack.engine_id == engine_id
+                    tile for tile in self.live.values() if tile.wanted.pack.engine_id == engine_id
                 ]
             case _:
                 return list(self.live.values())
@@ -334,12 +334,12 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         return commands
 
     def _retire(self, entry: SlotEntry) -> None:
-        lease, pool = entry.asked.lease, self._pools[entry.asked.slots]
+        lease, pool = entry.wanted.lease, self._pools[entry.wanted.slots]
         del self._leases[lease][entry.slot_id]
         if not self._leases[lease]:
             del self._leases[lease]
         if entry.slot is None:
-            pool.discard(entry.asked.turn, entry.slot_id)
+            pool.discard(entry.wanted.turn, entry.slot_id)
         else:
             pool.release(entry.slot)
         super()._retire(entry)

@@ -52,11 +52,11 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
-    """The agent of its control process is its home; ``others`` have ranks elsewhere."""
+    """The agent of its control process is its home; ``remote_ranks`` have ranks elsewhere."""
 
     spec: EngineSpec
     control: EngineProcess | None = None
-    others: tuple[AgentRanks, ...] = ()
+    remote_ranks: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RegisteredRank] = field(default_factory=dict)
     memory_id: str = ""
     instance: str = ""
@@ -68,7 +68,7 @@ class LocalEngine:
     lost: bool = False
     shares_cells: bool = True
     """False after a reader lost its right to the page of cells."""
-    _accesses: list[str] = field(default_factory=list, repr=False)
+    _rank_secrets: list[str] = field(default_factory=list, repr=False)
     _memories: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,11 +93,11 @@ class LocalEngine:
         return blake2b(names.encode(), digest_size=16).hexdigest()
 
     @property
-    def access(self) -> str:
-        return self._accesses[0] if self._accesses else ""
+    def rank_secret(self) -> str:
+        return self._rank_secrets[0] if self._rank_secrets else ""
 
-    def check_access(self, shown: str | None) -> None:
-        check_right(shown, *self._accesses)
+    def check_rank_secret(self, shown: str | None) -> None:
+        check_right(shown, *self._rank_secrets)
 
     @property
     def devices(self) -> set[str]:
@@ -136,31 +136,31 @@ class LocalEngine:
             self.control.notify(notice)
 
     def take_control(self, process: EngineProcess, wanted: Register) -> None:
-        self._check_others(wanted.others)
+        self._check_remote_ranks(wanted.remote_ranks)
         self._check_whole()
-        self.control, self.others = process, wanted.others
+        self.control, self.remote_ranks = process, wanted.remote_ranks
         self._count_missing()
         self.instance = wanted.instance or uuid.uuid4().hex
         self.republishes = wanted.republishes
-        self._accesses.append(new_secret())
+        self._rank_secrets.append(new_secret())
 
-    def add_rank(self, memory: RegisteredRank, access: str | None, name: str) -> None:
+    def add_rank(self, memory: RegisteredRank, rank_secret: str | None, name: str) -> None:
         number = memory.rank.rank
-        for other in self.others:
+        for other in self.remote_ranks:
             if number in other.ranks:
                 raise self._refusal(
                     f"its control session said that rank {number} is at {other.endpoint}", "rank"
                 )
         self._check_whole(memory.rank)
-        if access is not None:
-            self._accesses.append(access)
+        if rank_secret is not None:
+            self._rank_secrets.append(rank_secret)
         self._memories[number] = name
         self.ranks = dict(sorted([*self.ranks.items(), (number, memory)]))
         self.memory_id = uuid.uuid4().hex
         self._count_missing()
 
     def _count_missing(self) -> None:
-        elsewhere = sum(len(other.ranks) for other in self.others)  # each is named once
+        elsewhere = sum(len(other.ranks) for other in self.remote_ranks)  # each is named once
         self.num_missing_ranks = self.spec.num_ranks - elsewhere - len(self.ranks)
 
     def _check_whole(self, *more: RankSpec) -> None:
@@ -168,20 +168,20 @@ class LocalEngine:
         if len(ranks) == self.spec.num_ranks:
             validate_ranks(self.spec, ranks)
 
-    def _check_others(self, others: tuple[AgentRanks, ...]) -> None:
-        named = Counter(rank for other in others for rank in other.ranks)
+    def _check_remote_ranks(self, remote_ranks: tuple[AgentRanks, ...]) -> None:
+        named = Counter(rank for other in remote_ranks for rank in other.ranks)
         named.update(self.ranks.keys())
         twice, problem = [rank for rank, times in named.items() if times > 1], ""
         if twice:
             problem = f"rank {min(twice)} is named twice, or at two agents"
-        elif len({other.endpoint for other in others}) != len(others):
+        elif len({other.endpoint for other in remote_ranks}) != len(remote_ranks):
             problem = "an agent is named twice"
         elif max(named, default=0) >= self.spec.num_ranks:
             problem = f"rank {max(named)} of {self.spec.num_ranks} ranks"
         elif len(named) - len(self.ranks) >= self.spec.num_ranks:
             problem = "no rank is at the engine's home"
         if problem:
-            raise self._refusal(problem, "others")
+            raise self._refusal(problem, "remote_ranks")
 
     def _refusal(self, problem: str, named: str) -> GeometryError:
         return GeometryError(f"engine '{self.engine_id}': {problem}", field=named)

@@ -8,14 +8,14 @@ import structlog
 from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import check_fetched
-from kvbus.planning import asked_states
+from kvbus.planning import requested_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.ticket import Rendezvous, Ticket
@@ -27,9 +27,15 @@ from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
+from kvbus_decode.fetch_reports import (
+    READINGS,
+    DecodeMetrics,
+    FetchHistories,
+    log_fetched,
+    log_retry,
+)
 from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
-from kvbus_decode.observe import READINGS, DecodeMetrics, FetchHistories, log_fetched, log_retry
 from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.paths import CostBook, PathChooser, speculative_read_of
 from kvbus_decode.peers import PeerDirectory
@@ -95,7 +101,7 @@ class DecodeService(Service):
         return {
             FetchPart: self._parts.fetch,
             CancelPart: self._parts.cancel,
-            Cost: lambda asked, call: call.reply(self._costs.cost(asked)),
+            Cost: lambda request, call: call.reply(self._costs.cost(request)),
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
@@ -130,8 +136,8 @@ class DecodeService(Service):
     def sharing(self) -> Sharing:
         return self._borrower.sharing()
 
-    def cost(self, asked: Cost) -> Predicted:
-        return self._costs.cost(asked)
+    def cost(self, request: Cost) -> Predicted:
+        return self._costs.cost(request)
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
         return self._peers.silent()
@@ -144,48 +150,58 @@ class DecodeService(Service):
             problem=listed.problem or self._peers.refusal_of(endpoint),
         )
 
-    def _start_fetch(self, asked: StartFetch, call: Call) -> None:
+    def _start_fetch(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         try:
-            shown = self._tickets.admit(asked, engine.engine_id)
+            shown = self._tickets.admit(request, engine.engine_id)
         except KVBusError:
-            self._leases.decline(asked.ticket)
+            self._leases.decline(request.ticket)
             raise
         rendezvous = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if rendezvous is None else None
         if (peer := self._peers.find(PeerAddress.of(ticket))) is not None:
             peer.check_answers(boot)
-        key = ev.fetch_key(engine.engine_id, asked.fetch_id)
-        others = engine.others
+        key = ev.fetch_key(engine.engine_id, request.fetch_id)
+        remote_ranks = engine.remote_ranks
         self._dispatch(
             self._requested(
-                engine, asked, ticket, key, reply_to=call, rendezvous=rendezvous, others=others
+                engine,
+                request,
+                ticket,
+                key,
+                reply_to=call,
+                rendezvous=rendezvous,
+                remote_ranks=remote_ranks,
             )
         )
 
-    def _part_requested(self, part: FetchPart, asker: Part) -> ev.Requested:
-        engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
+    def _part_requested(self, part: FetchPart, caller: Part) -> ev.Requested:
+        engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         ticket = self._tickets.read(part.ticket)
         route = self.routes.find(ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
             route.close()  # a rank of the prefill engine has restarted since
-        asked = convert(part, StartFetch, from_attributes=True)
-        return self._requested(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
+        request = convert(part, StartFetch, from_attributes=True)
+        return self._requested(
+            engine, request, ticket, caller.key, reply_to=caller, rank_secret=part.rank_secret
+        )
 
     def _requested(
-        self, engine: LocalEngine, asked: StartFetch, ticket: Ticket, key: str, **more: Any
+        self, engine: LocalEngine, request: StartFetch, ticket: Ticket, key: str, **more: Any
     ) -> ev.Requested:
-        first_token, num_tokens = asked.first_token, asked.num_tokens
+        first_token, num_tokens = request.first_token, request.num_tokens
         if first_token > num_tokens:
             raise LocalError(
                 f"first_token {first_token} is behind num_tokens {num_tokens}",
                 field="first_token",
             )
         check_fetched(
-            engine.spec, asked.tables, first_token, num_tokens, num_blocks=engine.num_blocks
+            engine.spec, request.tables, first_token, num_tokens, num_blocks=engine.num_blocks
         )
-        if asked.at_most and (engine.others or any(group.window for group in engine.spec.groups)):
+        if request.at_most and (
+            engine.remote_ranks or any(group.window for group in engine.spec.groups)
+        ):
             raise LocalError(
                 "at_most is not for engines with windows, or with ranks at other agents",
                 field="at_most",
@@ -194,12 +210,12 @@ class DecodeService(Service):
         requested = ev.Requested(
             fetch_id=key,
             engine_id=engine.engine_id,
-            asked=asked,
+            request=request,
             resources=resources,
             ticket=ticket,
-            timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
-            has_state=bool(asked_states(engine.spec.groups, asked.tables)),
-            commit_token=asked.token or new_secret(),
+            timeout_s=request.timeout_s or self._config.fetch_timeout_s,
+            has_state=bool(requested_states(engine.spec.groups, request.tables)),
+            commit_token=request.token or new_secret(),
             **more,
         )
         route = self.routes.find(ticket, engine) if requested.has_ticket else None
@@ -238,9 +254,9 @@ class DecodeService(Service):
         """Reply to the engine before logging: the engine is waiting."""
         requested = report.requested
         fetch: FetchResources = requested.resources
-        whole_blocks = fetch.fills_blocks(requested.asked)
+        whole_blocks = fetch.fills_blocks(requested.request)
         fetched = structs.replace(report.fetched, whole_blocks=whole_blocks)
-        if requested.access or not fetch.engine.lost:  # a lost engine waits for no reply
+        if requested.rank_secret or not fetch.engine.lost:  # a lost engine waits for no reply
             requested.reply_to.reply(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
@@ -275,10 +291,10 @@ class DecodeService(Service):
         sender = self._agent.sender
         if sender is not None and (fetch := self._table.find(requested.fetch_id)) is not None:
             ticket = requested.ticket
-            asked = requested.asked
+            request = requested.request
             # the fetch of a rendezvous may have got no ticket
-            trace_name = ticket.offer_id if requested.has_ticket else asked.fetch_id
-            traces = asked.traceparent, ticket.traceparent
+            trace_name = ticket.offer_id if requested.has_ticket else request.fetch_id
+            traces = request.traceparent, ticket.traceparent
             sender.put(self.histories.later(fetch), trace_name, *traces)
 
     def _readings(self) -> dict[str, float]:

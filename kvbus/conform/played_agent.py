@@ -147,7 +147,7 @@ class PlayedAgent:
         if control is None:
             return False
         ranks = {body.rank.rank for body in bodies if body.rank}
-        elsewhere = {rank for other in control.others for rank in other.ranks}
+        elsewhere = {rank for other in control.remote_ranks for rank in other.ranks}
         return ranks | elsewhere == set(range(control.engine.num_ranks))
 
     def until(self, condition: Callable[[], object], within_s: float) -> bool:
@@ -169,21 +169,21 @@ class PlayedAgent:
         finally:
             self.held.discard(op)
 
-    def answer(self, asked: EngineRequest) -> None:
-        asked.taken = True
+    def answer(self, request: EngineRequest) -> None:
+        request.taken = True
         answer: Answer | None = refusal("invalid", "the body is not as the page wants it")
-        if asked.body is not None:
-            answer = self.answering[asked.op](asked, asked.body)
+        if request.body is not None:
+            answer = self.answering[request.op](request, request.body)
         if answer is not None:
-            self.reply(asked, answer)
+            self.reply(request, answer)
 
-    def refuse(self, asked: EngineRequest, code: str, **detail: str | int | float) -> None:
-        self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
+    def refuse(self, request: EngineRequest, code: str, **detail: str | int | float) -> None:
+        self.reply(request, refusal(code, f"kvbus conform says {code}", **detail))
 
-    def reply(self, asked: EngineRequest, answer: Answer) -> None:
-        asked.taken = True
+    def reply(self, request: EngineRequest, answer: Answer) -> None:
+        request.taken = True
         later = {"a_later_field": [1]}
-        self._reply(asked.session.identity, asked.request_id, {**later, **answer})
+        self._reply(request.session.identity, request.request_id, {**later, **answer})
 
     def notify(self, op: str, body: Message | Mapping[str, Any]) -> None:
         for session in self.sessions:
@@ -191,8 +191,8 @@ class PlayedAgent:
                 session.last_seq += 1
                 self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 
-    def asked(self, op: str, since: int = 0) -> list[EngineRequest]:
-        return [asked for asked in self.log[since:] if asked.op == op]
+    def requests_of(self, op: str, since: int = 0) -> list[EngineRequest]:
+        return [request for request in self.log[since:] if request.op == op]
 
     def _reply(self, identity: bytes, request_id: int, answer: Answer) -> None:
         fields = {"v": PROTOCOL_VERSION, "re": request_id, "boot": self.boot, **answer}
@@ -225,12 +225,12 @@ class PlayedAgent:
         self._answer_all()
 
     def _answer_all(self) -> None:
-        while asked := next(filter(self._may_answer, self.log), None):
-            self.answer(asked)
+        while request := next(filter(self._may_answer, self.log), None):
+            self.answer(request)
 
-    def _may_answer(self, asked: EngineRequest) -> bool:
-        is_early = asked.op == AwaitReady.op and not self.is_complete
-        return not (asked.taken or is_early or self.silent)
+    def _may_answer(self, request: EngineRequest) -> bool:
+        is_early = request.op == AwaitReady.op and not self.is_complete
+        return not (request.taken or is_early or self.silent)
 
     # The attach socket.
 
@@ -414,8 +414,8 @@ class PlayedAgent:
         self.book.expect("requests.ids", rises, seen)
         session.ids.add(request_id)
 
-    def _on_register(self, asked: EngineRequest, body: Register) -> Answer:
-        session = asked.session
+    def _on_register(self, request: EngineRequest, body: Register) -> Answer:
+        session = request.session
         same = self.spec in (None, body.engine)
         self.book.expect("register.same_engine", same, "two sessions state different engines")
         first = session.registered is None

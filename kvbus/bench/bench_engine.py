@@ -1,4 +1,4 @@
-"""Engines of the benchmark: ``python -m kvbus.bench.engine ATTACH_SOCKET``.
+"""Engines of the benchmark: ``python -m kvbus.bench.bench_engine ATTACH_SOCKET``.
 
 Their caches are full of a pattern. The comparison uses views and block ids, not the planner. A word
 is 8 bytes of a head, or of a block; heads have their numbers in the model.
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvbus.engine import AgentRole
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import BlockTable, KvPart, lay_out_rank, num_blocks_for
-from kvbus.lab.engine import Engine
+from kvbus.lab.lab_engine import Engine
 from kvbus.lab.process import Taken, run_program, serve
 from kvbus.memory.segment import huge_bytes
 from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan

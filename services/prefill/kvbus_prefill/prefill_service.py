@@ -8,8 +8,8 @@ import anyio
 import structlog
 
 from kvbus.agent.access import load_ticket_keys
-from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import check_protocol
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Quota, new_secret
@@ -49,9 +49,9 @@ from kvbus.table.table import Driver
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing, check_read_from
 from kvbus_prefill.lending import MemoryLender
-from kvbus_prefill.observe import READINGS, OfferHistories, PrefillMetrics
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.offer_reports import READINGS, OfferHistories, PrefillMetrics
 
 log = structlog.get_logger()
 
@@ -176,11 +176,11 @@ class PrefillService(Service):
             self._driver.dispatch(ev.CellCommitted(offer_id, token))
         call.reply(Empty())
 
-    def _answer_committed(self, asked: CommitQuery, call: Call) -> None:
-        awaits = self._agent.engines.awaits_offers_of(asked.engine_id)
-        if awaits and self._table.may_be_published(asked):
+    def _answer_committed(self, request: CommitQuery, call: Call) -> None:
+        awaits = self._agent.engines.awaits_offers_of(request.engine_id)
+        if awaits and self._table.may_be_published(request):
             raise _not_ready()
-        self._forward(asked, call)
+        self._forward(request, call)
 
     def _end_republishing(self, told: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -233,8 +233,8 @@ class PrefillService(Service):
                 events_endpoint=agent.identity.events_endpoint,
                 max_lease_s=self._config.max_lease_s,
                 slot_bytes=agent.staging.slot_bytes,
-                access=engine.access,
-                others=engine.others,
+                rank_secret=engine.rank_secret,
+                remote_ranks=engine.remote_ranks,
                 memory_socket=socket,
                 grant=self.lender.grant_for(call.session.key),
             )
@@ -275,12 +275,12 @@ class PrefillService(Service):
         return reply.result.blobs if isinstance(reply.result, wire.MetadataBlobs) else ()
 
     # The reader has a ticket of the engine, or may shake hands ahead of it. An agent that has only
-    # ranks of the engine knows no tickets. Its readers show the access that the engine's home hands
+    # ranks of the engine knows no tickets. Its readers show the secret that the engine's home hands
     # out. Nothing is disclosed or looked up before these checks.
     def _engine_for(self, handshake: Handshake) -> LocalEngine:
         engines, wanted = self._agent.engines, handshake.engine_id
         if handshake.ranks:
-            return engines.part(wanted, handshake.ranks, access=handshake.access)
+            return engines.part(wanted, handshake.ranks, rank_secret=handshake.rank_secret)
         if not handshake.offer_id and handshake.secret is None:
             self._check_ahead()
             return engines.engine(wanted, instance=handshake.engine_instance)

@@ -1,4 +1,4 @@
-"""Engines of the demo, one process each: ``python -m kvbus.demo.engine SETUP``."""
+"""Engines of the demo, one process each: ``python -m kvbus.demo.demo_engine SETUP``."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
 from kvbus.demo.options import EngineSetup, Step, encode
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
-from kvbus.lab.engine import Engine, Offered, Tables, Taking
+from kvbus.lab.lab_engine import Engine, Offered, Tables, Taking
 from kvbus.lab.process import Taken, run_program, serve
 
 PATIENCE_S = 600.0  # the driver times out earlier
