@@ -3,12 +3,12 @@
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection
 from kvbus.engine.connection import ReconnectingConnection as ReconnectingConnection
-from kvbus.engine.fetches import Fetch, FetchOptions
+from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion as Completion
 from kvbus.engine.later import EndedQueue as EndedQueue
 from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
-from kvbus.engine.offers import Offer, OfferOptions
+from kvbus.engine.messages import FetchOptions, OfferOptions
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor

@@ -18,10 +18,17 @@ import msgspec
 import numpy as np
 import torch
 
-from kvbus.engine.fetches import Fetch, FetchOptions, fetch_tables
+from kvbus.engine.handles import Fetch
 from kvbus.engine.later import Completion, EndedQueue, Handle
 from kvbus.engine.link import Link
-from kvbus.engine.offers import BlockIds, OfferOptions, check_groups, tables_of
+from kvbus.engine.messages import (
+    BlockIds,
+    FetchOptions,
+    OfferOptions,
+    check_groups,
+    fetch_tables,
+    tables_of,
+)
 from kvbus.engine.rank_memory import RankMemory, region_tensor
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, GeometryError, KVBusError, LocalError
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, num_blocks_for

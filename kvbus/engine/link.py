@@ -14,12 +14,14 @@ from typing import Any, Self, Unpack
 import anyio
 import torch
 
-from kvbus.engine.asking import RequestRetrier
 from kvbus.engine.connection import Connection, ReconnectingConnection
-from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
+from kvbus.engine.fetches import Fetches
+from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion, EndedQueue, Runner
-from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
+from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_message
+from kvbus.engine.offers import Offers, OfferState
 from kvbus.engine.rank_memory import RankMemory
+from kvbus.engine.retrying import RequestRetrier
 from kvbus.errors import (
     ClosedError,
     GeometryError,
@@ -237,9 +239,10 @@ class Link:
         ids. The offer raises the agent's refusal.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
-        offer = Offer(self.runner, message, time.monotonic() + self._request_timeout_s)
-        offer.on_end = self._over.note
-        self.runner.post(partial(self._offers.ask, offer))
+        state = OfferState(self.runner, message, time.monotonic() + self._request_timeout_s)
+        offer = Offer(self.runner, self._offers, state)
+        state.on_end = partial(self._over.note, offer)
+        self.runner.post(partial(self._offers.submit, state))
         return offer
 
     def fetch(
@@ -260,9 +263,10 @@ class Link:
         retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the fetch after that
         time, with stage ``silent``. Raises `GeometryError` for invalid ids and unknown groups.
         """
-        fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
-        fetch.on_end = self._over.note
-        self.runner.post(partial(self._fetches.ask, fetch))
+        state = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
+        fetch = Fetch(self._fetches, state)
+        state.on_end = partial(self._over.note, fetch)
+        self.runner.post(partial(self._fetches.submit, state))
         return fetch
 
     def release(self, ticket: Mapping[str, Any]) -> None:

@@ -101,7 +101,7 @@ IN_A_WORLD: dict[str, dict[str, Any]] = {
     "kvbus.data.copiers": {"LEAST_PART_BYTES": 64},
     "kvbus.bus.pump": {"perf_counter": _LoopClock.monotonic},
     "kvbus.engine.offers": {"time": _LoopClock},
-    "kvbus.engine.asking": {"time": _LoopClock},
+    "kvbus.engine.retrying": {"time": _LoopClock},
 }
 """What a module has by these names in a simulated process. KV is small here, and so is the rest."""
 

@@ -21,7 +21,8 @@ from msgspec.structs import replace
 
 from kvbus.bus import RequestClient, new_boot_id
 from kvbus.engine import Connection, Offer, Runner
-from kvbus.engine.offers import Offers, offer_message
+from kvbus.engine.messages import offer_message
+from kvbus.engine.offers import Offers, OfferState
 from kvbus.errors import ClosedError, KVBusError, PeerLost
 from kvbus.geometry import (
     AxisName,
@@ -390,6 +391,7 @@ class PrefillEngine(SimEngine):
 
     def _new_link(self) -> None:
         self._offers, self._instance = Offers(self._page), uuid.uuid4().hex
+        self._states: dict[Offer, OfferState] = {}
 
     def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
         yield from super().segments_of(rank)
@@ -454,15 +456,17 @@ class PrefillEngine(SimEngine):
             ttl_s=plan.ttl_s,
             transfer_id=plan.transfer_id,
         )
-        offer = handoff.offer = Offer(self._runner, message, self.process.loop.time() + REQUEST_S)
-        offer.on_end = partial(self._take_back, handoff)
+        state = OfferState(self._runner, message, self.process.loop.time() + REQUEST_S)
+        offer = handoff.offer = Offer(self._runner, self._offers, state)
+        self._states[offer] = state
+        state.on_end = partial(self._take_back, handoff, offer)
         offer.made.then(partial(self._offered, handoff, offer))
-        self._offers.ask(offer)
+        self._offers.submit(state)
 
     def _check_cells(self) -> None:
         """Who could take an offer has its blocks."""
         offers = [one.offer for one in self.ledger.offered_by(self)]
-        live = {offer.message.cell % NUM_CELLS for offer in offers if offer is not None}
+        live = {self._states[offer].message.cell % NUM_CELLS for offer in offers if offer}
         cells = self._page.view().view(np.uint64)
         if lost := {*np.flatnonzero(cells & 3 == 1).tolist()} - live:
             self.world.fail(f"cells {lost} are live, and their blocks the engine's")

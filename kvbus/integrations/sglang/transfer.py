@@ -489,7 +489,7 @@ class Receiver(CommonKVReceiver):
         if notice.code in ("peer_unreachable", "peer_lost"):
             self.kv_mgr.forget_place(self.bootstrap_addr)
         if notice.outcome is not Outcome.CANCELLED:
-            self.kv_mgr.link.release(fetch.message.ticket)
+            self.kv_mgr.link.release(fetch.ticket)
         self._fail(f"kvbus: {notice.message} [{notice.code}]")
         return self.conclude_state
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
+from kvbus.engine.offers import OfferState
 from kvbus.errors import ErrorCode, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_blocks_for, state_group
 from kvbus.protocol import Fetched, MakeOffer, Outcome
@@ -210,14 +211,14 @@ def run(engine: Prefill | Decode) -> None:
         engine.take()
 
 
-def with_another_secret(offer: Offer, again: Any = Offer.again) -> MakeOffer:
-    message: MakeOffer = again(offer)
+def with_another_secret(offer: OfferState, publication: Any = OfferState.publication) -> MakeOffer:
+    message: MakeOffer = publication(offer)
     return msgspec.structs.replace(message, secret="0" * 32)
 
 
 def main() -> None:
     if sys.argv[1:] == ["other_secret"]:
-        setattr(Offer, "again", with_another_secret)  # noqa: B010 - mypy refuses the assignment
+        setattr(OfferState, "publication", with_another_secret)  # noqa: B010 - mypy refuses the assignment
     memories = [
         RankMemory.allocate(SPEC, rank, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
         for rank in range(SPEC.tp_size)

@@ -7,10 +7,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvbus.engine import Connection, Fetch, Offer, Runner
-from kvbus.engine.fetches import Fetches
-from kvbus.engine.offers import Offers, offer_message
+from kvbus.engine.fetches import Fetches, FetchState
+from kvbus.engine.messages import offer_message
+from kvbus.engine.offers import Offers, OfferState
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.memory.attach import AgentLife
@@ -118,13 +120,16 @@ class RecordedFetches(Fetches):
             logger=logging.getLogger("kvbus.engine"),
             **options,
         )
+        self.state_of: WeakKeyDictionary[Fetch, FetchState] = WeakKeyDictionary()
         if connection is not None:
             self.opened(connection)
 
     def fetch(self, **asked: Any) -> Fetch:
         """As `Link.fetch` does."""
-        fetch = self.new(**{"ticket": {}, "num_tokens": 0, "block_ids": {}, **asked})
-        self.ask(fetch)
+        state = self.new(**{"ticket": {}, "num_tokens": 0, "block_ids": {}, **asked})
+        fetch = Fetch(self, state)
+        self.state_of[fetch] = state
+        self.submit(state)
         return fetch
 
 
@@ -133,6 +138,7 @@ class RecordedOffers(Offers):
 
     def __init__(self, connection: Recording | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self.state_of: WeakKeyDictionary[Offer, OfferState] = WeakKeyDictionary()
         if connection is not None:
             self.opened(connection)
 
@@ -140,8 +146,10 @@ class RecordedOffers(Offers):
         """As `Link.offer` does."""
         message = offer_message("r", num_tokens, block_ids or {}, **asked)
         assert message.sent_s is not None
-        offer = Offer(runner(), message, message.sent_s + PATIENCE_S)
-        self.ask(offer)
+        state = OfferState(runner(), message, message.sent_s + PATIENCE_S)
+        offer = Offer(runner(), self, state)
+        self.state_of[offer] = state
+        self.submit(state)
         return offer
 
 

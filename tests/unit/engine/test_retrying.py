@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.engine import EndedQueue, Fetch, Offer
-from kvbus.engine.asking import SILENT_S
+from kvbus.engine.retrying import SILENT_S
 from kvbus.errors import (
     AgentHungUp,
     ClosedError,
@@ -313,9 +313,10 @@ async def test_blocks_freed_late_by_home_stay_free_after_home_ends() -> None:
 
 
 async def test_report_between_end_of_writes_and_note_is_only_one() -> None:
-    connection, fetch = fetching(False)
-    queue: EndedQueue[Fetch] = EndedQueue()
-    fetch.on_end = queue.note
+    connection, queue = Recording(), EndedQueue[Fetch]()
+    fetches = RecordedFetches(connection)
+    fetch = fetches.fetch()
+    fetches.state_of[fetch].on_end = lambda: queue.note(fetch)
     reported: list[Fetch] = []
     fetch.freed.then(lambda: reported.extend(queue.take()))
     connection.answer(failed(fetch.fetch_id, blocks_free=False))
@@ -550,7 +551,7 @@ async def test_offer_next_agent_may_have_ends_only_when_this_is_known(
 async def test_offer_without_agent_expires_after_ttl_and_agent_wait() -> None:
     first, second = Recording(), Recording()
     offers, offer = await made_at(first)
-    offer.expires_at = 0.0
+    offers.state_of[offer].expires_at = 0.0
     first.lose(GONE)
     had_ended = offer.ended.done()
     outcome = await offer.ended
@@ -663,7 +664,7 @@ async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
     stopped, following = Recording(reply=None), Recording()
     offers = RecordedOffers(stopped)
     offer = offers.offer()
-    offer.retry_until = 0.0
+    offers.state_of[offer].retry_until = 0.0
     seals = offer.seal()
 
     for _ in range(2):

@@ -1,4 +1,9 @@
-"""Requests to an agent, retried while it is busy, and at the next agent."""
+"""Requests to an agent, retried while it is busy, or at the next agent.
+
+submit ─▶ sent ─▶ accepted
+ ▲      │ busy: a pause; agent ends or is lost: until the next one
+ └──────┘ refused: for good, or the time ran out without room or a next agent
+"""
 
 import asyncio
 import math
@@ -9,7 +14,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.engine.connection import Connection, Events
-from kvbus.engine.later import Handle
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -22,27 +26,33 @@ from kvbus.protocol.message import Request
 
 SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
+"""Bounds of this side's pauses; an agent may ask for longer ones."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 """Codes of an agent that ends, or has closed the connection."""
 
 M = TypeVar("M", bound=Request[Any])
 
 
-def _ignore(_: object) -> None: ...
+def _ignore() -> None: ...
 
 
-class PendingRequest(Handle, Generic[M]):
+class PendingRequest(Generic[M]):
     def __init__(self, message: M, retry_until: float) -> None:
         self.message, self.retry_until = message, retry_until
         self.own_pause_s = FIRST_S
-        self.on_end: Callable[[Any], None] = _ignore
+        self.on_end: Callable[[], None] = _ignore
         """Called at the end, and again if the blocks are free only later."""
 
+    def call_last(self) -> None:
+        """Call `on_end` and release it: it may own the engine's handle."""
+        on_end, self.on_end = self.on_end, _ignore
+        on_end()
+
     def renew(self) -> None:
-        """Update the time left, before a retry."""
+        """Update the time that is left, before a retry."""
 
     def pause_s(self, error: KVBusError, now: float) -> float | None:
-        """Return None if the error is final, or no time is left."""
+        """Return the pause before a retry; None if the error is final, or no time is left."""
         if not isinstance(error, RequestRefused) or error.code is not ErrorCode.BUSY:
             return None
         hint = error.detail.get("retry_after_s")
@@ -57,17 +67,23 @@ A = TypeVar("A", bound=PendingRequest[Any])
 
 
 class RequestRetrier(Events, Generic[A]):
+    """The requests of one engine, in the link's event loop.
+
+    After the loss of an agent, the next one is awaited for ``agent_wait_s``.
+    """
+
     def __init__(self, *, agent_wait_s: float = 10.0) -> None:
         self.connection: Connection | None = None
         self.problem: KVBusError = ClosedError("the link is not open")
         self._agent_wait_s, self._lost_at = agent_wait_s, math.inf
         self._is_followed = self._was_silent = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
+        """Until the next agent is there or a pause ends; with the reason."""
 
     def sent(self, one: A, connection: Connection) -> None:
         """Called when the agent may know of the request."""
 
-    def answered(self, one: A, reply: Any) -> None:
+    def accepted(self, one: A, reply: Any) -> None:
         raise NotImplementedError
 
     def refused(self, one: A, error: KVBusError) -> None:
@@ -77,7 +93,7 @@ class RequestRetrier(Events, Generic[A]):
     def give_up(self, now: float, error: KVBusError) -> None:
         raise NotImplementedError
 
-    def ask(self, one: A) -> None:
+    def submit(self, one: A) -> None:
         connection = self.connection
         if connection is None:
             self.wait(one, self.problem)
@@ -88,11 +104,12 @@ class RequestRetrier(Events, Generic[A]):
         except KVBusError as error:
             self.refused(one, error)
         except Exception as error:  # such as a ticket that cannot be encoded
-            self.refused(one, LocalError(f"it cannot be asked for: {error}"))
+            self.refused(one, LocalError(f"it cannot be sent: {error}"))
         else:
             self.sent(one, connection)
 
-    def forget(self, one: A) -> bool:
+    def remove(self, one: A) -> bool:
+        """Return whether it was waiting, so that no agent knows of it."""
         if one not in self._waiting:
             return False
         timer, _ = self._waiting.pop(one)
@@ -103,13 +120,13 @@ class RequestRetrier(Events, Generic[A]):
         self.connection, self._is_followed = connection, True
         connection.events = self
         for one in list(self._waiting):
-            self.forget(one)
-            self._ask_again(one)
+            self.remove(one)
+            self._resubmit(one)
 
     def closed(self) -> None:
         self._is_followed = False
         for one, (_, error) in list(self._waiting.items()):
-            self.forget(one)
+            self.remove(one)
             self.refused(one, error)
 
     # An agent enforces all deadlines itself, unless it is stopped. It is given up after two silent
@@ -127,7 +144,7 @@ class RequestRetrier(Events, Generic[A]):
         self.connection, self.problem = None, error
         self._lost_at = time.monotonic()
         for one, (_, why) in list(self._waiting.items()):
-            self.forget(one)
+            self.remove(one)
             self.wait(one, error if why.code is ErrorCode.BUSY else why)
 
     def on_refusal(self, connection: Connection, one: A, error: KVBusError) -> None:
@@ -135,7 +152,7 @@ class RequestRetrier(Events, Generic[A]):
         if ends or connection.lost is not None:
             self.wait(one, error)
         elif (pause_s := one.pause_s(error, time.monotonic())) is not None:
-            self._later(one, pause_s, partial(self._ask_again, one), error)
+            self._later(one, pause_s, partial(self._resubmit, one), error)
         else:
             self.refused(one, error)
 
@@ -147,15 +164,15 @@ class RequestRetrier(Events, Generic[A]):
         else:
             self.refused(one, error)
 
-    def _ask_again(self, one: A) -> None:
+    def _resubmit(self, one: A) -> None:
         one.renew()
-        self.ask(one)
+        self.submit(one)
 
     def _on_reply(self, connection: Connection, one: A, reply: Any) -> None:
         if isinstance(reply, KVBusError):
             self.on_refusal(connection, one, reply)
         else:
-            self.answered(one, reply)
+            self.accepted(one, reply)
 
     def _later(self, one: A, delay_s: float, call: Callable[[], None], error: KVBusError) -> None:
         def wake() -> None:

@@ -1,0 +1,153 @@
+"""Handles of an engine on its offers and fetches; the state is in the link's event loop."""
+
+from collections.abc import Generator, Mapping
+from functools import partial
+from typing import Any
+
+from kvbus.engine.fetches import Fetches, FetchState
+from kvbus.engine.later import Completion, Handle, Runner
+from kvbus.engine.messages import BlockIds, end_of, tables_of
+from kvbus.engine.offers import Change, Offers, OfferState
+from kvbus.errors import KVBusError
+from kvbus.protocol.engine import ExtendOffer, Fetched, Outcome, SealOffer, WithdrawOffer
+from kvbus.protocol.ticket import packed_tables
+
+
+class Offer(Handle):
+    """An offer of a prefill engine; the engine may reuse its blocks when ``ended`` has the outcome.
+
+    Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
+    error ends the offer and is its `error`. ``await`` it until it is made.
+
+    Without an agent, calls wait, except `withdraw`. ``ended`` raises if the offer was refused, and
+    `ClosedError` after the link closed. With a stopped agent, the offer has an `error`, and ends
+    when the agent exits or reports the end.
+    """
+
+    def __init__(self, runner: Runner, offers: Offers, state: OfferState) -> None:
+        self._runner, self._offers, self._state = runner, offers, state
+        self.request_id = state.message.request_id
+        self.made: Completion[dict[str, Any]] = state.made
+        self.ended: Completion[Outcome] = state.ended
+        self._ends = {group: end_of(table) for group, table in state.message.tables.items()}
+
+    def __await__(self) -> Generator[Any, None, "Offer"]:
+        yield from self.made.__await__()
+        return self
+
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """The JSON-able ticket for the decode engine; blocks until it exists. Raises the refusal.
+
+        In an event loop, ``await`` the offer first: the link's loop raises `LocalError` otherwise.
+        """
+        self.made.wait()
+        return dict(self._state.reply.ticket)
+
+    @property
+    def offer_id(self) -> str:
+        """Empty before the offer is made."""
+        return self._state.offer_id
+
+    @property
+    def error(self) -> KVBusError | None:
+        return self._state.error
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None before the end, and when no agent reports it."""
+        has_outcome = self.ended.done() and self.ended.exception() is None
+        return self.ended.result() if has_outcome else None
+
+    def extend(
+        self,
+        num_tokens: int,
+        block_ids: BlockIds | None = None,
+        *,
+        first_blocks: Mapping[str, int] | None = None,
+    ) -> Completion[None]:
+        """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
+
+        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for invalid
+        ids.
+        """
+        tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
+        self._ends |= {group: end_of(table) for group, table in tables.items()}
+        return self._change(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
+
+    def seal(self) -> Completion[None]:
+        """Report that all tokens are ready."""
+        return self._change(SealOffer)
+
+    def withdraw(self) -> Completion[None]:
+        """End the offer, because its request was aborted; `ended` follows."""
+        return self._change(WithdrawOffer)
+
+    def ticket_naming(
+        self,
+        num_tokens: int,
+        block_ids: BlockIds,
+        *,
+        first_blocks: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """Return a ticket for an open offer that will be sealed with exactly these blocks.
+
+        A decode agent may read immediately, and checks the seal afterwards. So send it after all
+        tokens are computed, and then do not write to the blocks. Returns `ticket` if the agent
+        signs tickets or the blocks are too many.
+        """
+        ticket, max_blocks = self.ticket, self._state.reply.ticket_blocks
+        if not max_blocks:
+            return ticket
+        blocks = packed_tables(tables_of(block_ids, first_blocks), max_blocks=max_blocks)
+        return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
+
+    def _change(self, make: Change) -> Completion[None]:
+        done: Completion[None] = Completion(self._runner)
+        self._runner.post(partial(self._offers.change, self._state, make, done))
+        return done
+
+
+class Fetch(Handle):
+    """A fetch of a decode engine; calls return immediately, in any thread.
+
+    ``ended`` has the result when valid KV is in the blocks; it raises `FetchFailed`. Stage ``lost``
+    means that the agent was lost and none followed in time, that the link closed, or that a live
+    agent closed the connection.
+
+    ``freed`` comes with ``ended`` or later, when no process can write into the blocks. It raises
+    `PeerLost`, `AgentHungUp` or `ClosedError` if the link cannot know this. Then do not reuse the
+    blocks: close the engine's links and register new memory.
+    """
+
+    def __init__(self, fetches: Fetches, state: FetchState) -> None:
+        self._fetches, self._state = fetches, state
+        self.fetch_id = state.fetch_id
+        self.ended: Completion[Fetched] = state.ended
+        self.freed: Completion[None] = state.freed
+
+    @property
+    def notice(self) -> Fetched | None:
+        """The agent's report; with stage ``silent``, the agent is stopped."""
+        return self._state.notice
+
+    @property
+    def ticket(self) -> Mapping[str, Any]:
+        return self._state.message.ticket
+
+    @property
+    def are_blocks_free(self) -> bool:
+        """Whether no agent can write into the blocks.
+
+        After `Link.ended` has reported the fetch, this changes only with its next report.
+        """
+        return self._state.is_free and not (self.awaits_report and not self.is_observed)
+
+    def cancel(self, *, release_offer: bool = False) -> Completion[None]:
+        """Cancel: `ended` raises with code ``cancelled``, unless it had ended before.
+
+        ``release_offer`` releases the ticket's offer early, also after a failed fetch.
+        """
+        done: Completion[None] = Completion(self._fetches.runner)
+        self._fetches.runner.post(partial(self._fetches.cancel, self._state, release_offer, done))
+        return done
