@@ -1,4 +1,4 @@
-"""Whether an agent sees that its own key is missing in the file of trusted keys."""
+"""An agent reports that the file of trusted keys lacks its own key."""
 
 import json
 import time
@@ -16,10 +16,7 @@ def misses_its_key(agent: AgentProcess) -> bool:
     return any("our own key is not among" in fault["what"] for fault in faults)
 
 
-def test_prefill_agent_reports_its_own_key_left_out_or_revoked(
-    tmp_path: Path,
-) -> None:
-    """A folder that only says whom it trusts need not have its own."""
+def test_prefill_agent_reports_its_own_key_left_out_or_revoked(tmp_path: Path) -> None:
     ring, seen = KeyRing(tmp_path), list[bool]()
     ring.trust("decode", Role.DECODE)
     ring.pair("prefill")  # it is trusted by nobody
@@ -37,5 +34,4 @@ def test_prefill_agent_reports_its_own_key_left_out_or_revoked(
             change()
             prefill.says("keys.changed", num_lost=num_lost)
             seen.append(misses_its_key(prefill))
-
     assert seen == [False, True, False, False, True]

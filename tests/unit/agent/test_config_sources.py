@@ -1,4 +1,4 @@
-"""Where an agent's configuration comes from, which source wins, and what a mistake is told as."""
+"""Sources of an agent's configuration, their order, and errors for mistakes."""
 
 import os
 import re
@@ -25,7 +25,7 @@ FILE = 'agent_id = "of-file"\npeer_bind = "tcp://127.0.0.1:1"\nevents_bind = "tc
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment with what has no default, and no other variable of ours."""
+    """The required variables, and no other one of kvbus."""
     for name in [name for name in os.environ if name.startswith("KVBUS_")]:
         monkeypatch.delenv(name)
     for name, value in REQUIRED.items():
@@ -35,29 +35,24 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of a decode agent."""
     path = tmp_path / "decode.toml"
     path.write_text(FILE)
     return path
 
 
 def refusal(path: Path | None = None, settings: tuple[str, ...] = ()) -> str:
-    """What a decode agent is told of its configuration, which is wrong."""
+    """Return the error of a wrong configuration of a decode agent."""
     with pytest.raises(ConfigError) as refused:
         load_config(DecodeConfig, path, settings=settings)
     return refused.value.message
 
 
-def test_variables_are_enough_and_are_of_the_type_of_their_keys(
-    environment: pytest.MonkeyPatch,
-) -> None:
+def test_variables_are_of_the_type_of_their_keys(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("KVBUS_SLICE_BYTES", "1048576")
     environment.setenv("KVBUS_LEASE_S", "2.5")
     environment.setenv("KVBUS_DATA_INTERFACES", "eth0, eth1")
     environment.setenv("KVBUS_ALLOWED_PEERS", "")
-
     config = load_config(DecodeConfig, None)
-
     assert (config.agent_id, config.peer_bind) == ("d", REQUIRED["KVBUS_PEER_BIND"])
     assert config.slice_bytes == 1 << 20
     assert config.lease_s == 2.5
@@ -65,15 +60,11 @@ def test_variables_are_enough_and_are_of_the_type_of_their_keys(
     assert config.allowed_peers == ()
 
 
-def test_a_setting_wins_over_a_variable_and_that_over_the_file(
-    environment: pytest.MonkeyPatch, path: Path
-) -> None:
+def test_setting_wins_over_variable_over_file(environment: pytest.MonkeyPatch, path: Path) -> None:
     path.write_text(FILE + "lease_s = 1.0\nheartbeat_s = 1.0\nidle_peer_s = 1.0\n")
     environment.setenv("KVBUS_HEARTBEAT_S", "2")
     environment.setenv("KVBUS_IDLE_PEER_S", "2")
-
     config = load_config(DecodeConfig, path, settings=["idle_peer_s=3", "agent_id=a"])
-
     assert (config.lease_s, config.heartbeat_s, config.idle_peer_s) == (1.0, 2.0, 3.0)
     assert (config.agent_id, config.peer_bind) == ("a", REQUIRED["KVBUS_PEER_BIND"])
 
@@ -85,20 +76,27 @@ WRONG = [
     ("variable", "KVBUS_PATH=maybe", "KVBUS_PATH: key 'path': "),
     ("variable", "KVBUS_PEER_BIND=127.0.0.1:1", "KVBUS_PEER_BIND: key 'peer_bind': "),
     ("variable", "KVBUS_STAGING_BYTES=1", "KVBUS_STAGING_BYTES: key 'staging_bytes': "),
+    ("variable", "KVBUS_AGENT_ID=", "expected 1 to 64 letters of ASCII, digits, dots, "),
+    (
+        "variable",
+        "KVBUS_PEER_BIND=tcp://0.0.0.0:7701 KVBUS_ADVERTISE_HOST=fd00:7::1",
+        "binds IPv4 alone, and advertise_host is IPv6: write tcp://*:PORT",
+    ),
     ("setting", "lease", "--set lease: not key=value"),
     ("setting", "lease=1", "did you mean lease_s?"),
     ("setting", "slice_byte=1", "did you mean slice_bytes?"),
     ("setting", "lease_s=-1", "--set lease_s: key 'lease_s': "),
+    ("setting", "log_level=loud", "key 'log_level': 'loud': expected one of debug, info, warning"),
+    ("setting", "advertise_host=tcp://host", "'tcp://host' is neither a host name nor an IP "),
+    ("setting", "advertise_host=10.0.0.1:7701", "it has no tcp:// and no port"),
+    ("setting", "staging_bytes=1024 slot_bytes=4096", "'staging_bytes': 1024 "),
+    ("setting", "staging_bytes=1024 slot_bytes=4096", " 'slot_bytes' = 4096"),
     ("file", "slot_bytes = 1", "key 'slot_bytes'"),
     ("file", "[transport]\nslice_bytes = 4096", "a decode agent has no key 'transport'"),
     ("file", "offer_ttl_s = 1", "no key 'offer_ttl_s'; --print-config has them all"),
     ("file", "path = 'fast'", "'fast': expected one of auto, direct, staged, packed, mapped"),
     ("file", "otlp_endpoint = 'x'", "'otlp_endpoint': 'x': expected http://HOST:PORT or https:"),
     ("file", "peers = ['10.0.0.1:7701']", "expected tcp://HOST:PORT for each, and behind"),
-    ("variable", "KVBUS_AGENT_ID=", "expected 1 to 64 letters of ASCII, digits, dots, "),
-    ("setting", "log_level=loud", "key 'log_level': 'loud': expected one of debug, info, warning"),
-    ("setting", "advertise_host=tcp://host", "'tcp://host' is neither a host name nor an IP "),
-    ("setting", "advertise_host=10.0.0.1:7701", "it has no tcp:// and no port"),
     ("file", "http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
 ]
 
@@ -113,66 +111,44 @@ def test_what_is_wrong_is_told_in_words_with_its_source_and_key(
         said = refusal(path)
         assert said.startswith(f"{path}: ")
     elif source == "variable":
-        environment.setenv(*text.split("=", 1))
+        for one in text.split(" "):
+            environment.setenv(*one.split("=", 1))
         said = refusal()
     else:
-        said = refusal(settings=(text,))
-
+        said = refusal(settings=tuple(text.split(" ")))
     assert told in said
 
 
 @pytest.mark.parametrize("host", ["fd00:7::1", "[fd00:7::1]", "fe80::1%eth0"])
-def test_an_ipv6_address_is_taken_with_and_without_brackets(
-    environment: pytest.MonkeyPatch, host: str
-) -> None:
+def test_ipv6_address_may_have_brackets(environment: pytest.MonkeyPatch, host: str) -> None:
     """Kubernetes names the address of a pod without."""
     environment.setenv("KVBUS_ADVERTISE_HOST", host)
     environment.setenv("KVBUS_PEER_BIND", f"tcp://{host}:7701-7709")
-
-    config = load_config(DecodeConfig, None)
-
-    bracketed = f"[{host.strip('[]')}]"
-    assert config.advertise_host == bracketed
-    assert config.peer_bind == f"tcp://{bracketed}:7701-7709"
+    config, bracketed = load_config(DecodeConfig, None), f"[{host.strip('[]')}]"
+    assert (config.advertise_host, config.peer_bind) == (bracketed, f"tcp://{bracketed}:7701-7709")
 
 
-def test_an_agent_that_binds_ipv4_alone_cannot_advertise_ipv6(
-    environment: pytest.MonkeyPatch,
-) -> None:
-    environment.setenv("KVBUS_PEER_BIND", "tcp://0.0.0.0:7701")
-    environment.setenv("KVBUS_ADVERTISE_HOST", "fd00:7::1")
-
-    assert "binds IPv4 alone, and advertise_host is IPv6: write tcp://*:PORT" in refusal()
-
-
-def test_what_is_of_another_agent_or_missing_is_named(
-    environment: pytest.MonkeyPatch, path: Path
-) -> None:
+def test_foreign_or_missing_key_is_named(environment: pytest.MonkeyPatch, path: Path) -> None:
     path.write_text(FILE + "fetch_timeout_s = 1.0\n")
     with pytest.raises(ConfigError, match="a prefill agent has no key 'fetch_timeout_s'"):
         load_config(PrefillConfig, path)
-
     environment.delenv("KVBUS_AGENT_ID")
     with pytest.raises(ConfigError, match=r"key 'agent_id' is missing.*KVBUS_AGENT_ID"):
         load_config(DecodeConfig, None)
 
 
 def test_variables_of_commands_and_engines_are_ignored(environment: pytest.MonkeyPatch) -> None:
-    """Every variable that code or a page names is the key of an agent, or is ignored by it."""
     of_keys = {variable(key) for kind in (PrefillConfig, DecodeConfig) for key in keys_of(kind)}
     others = named_variables() - of_keys
     assert {"KVBUS_ATTACH", "KVBUS_ENGINE_ID", "KVBUS_MODEL"} <= others
-
     for name in others:
         environment.setenv(name, "tcp://10.0.0.1:80")
-
     assert load_config(DecodeConfig, None).agent_id == "d"
 
 
 def named_variables() -> set[str]:
-    """All variables of kvbus that its code and its pages name; ``KVBUS_KEY`` stands for any."""
-    root = Path(__file__).parents[3]
-    named = set[str]()
+    """All variables of kvbus in its code and pages; ``KVBUS_KEY`` stands for any."""
+    root, named = Path(__file__).parents[3], set[str]()
     for folder, pattern in (("kvbus", "*.py"), ("services", "*.py"), ("docs", "*.md")):
         for path in (root / folder).rglob(pattern):
             named |= set(re.findall(r"\bKVBUS_[A-Z_]*[A-Z]\b", path.read_text()))
@@ -188,18 +164,12 @@ def keys_of(kind: type[AgentConfig]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
-def test_every_key_has_a_variable_and_a_setting(
-    environment: pytest.MonkeyPatch, kind: type[AgentConfig]
-) -> None:
-    own: dict[str, Any] = {
-        "agent_id": "a",
-        "peer_bind": "tcp://127.0.0.1:1",
-        "events_bind": "tcp://127.0.0.1:2",
-    }
+def test_every_key_can_be_set(environment: pytest.MonkeyPatch, kind: type[AgentConfig]) -> None:
+    binds = {"peer_bind": "tcp://127.0.0.1:1", "events_bind": "tcp://127.0.0.1:2"}
+    own: dict[str, Any] = {"agent_id": "a", **binds}
     default = kind(**own)
     for name, value in own.items():
         environment.setenv(variable(name), value)
-
     for key in keys_of(kind):
         value = getattr(default, key)
         text = ",".join(value) if isinstance(value, tuple) else str(value).lower()
@@ -210,25 +180,26 @@ def test_every_key_has_a_variable_and_a_setting(
 
 
 def test_number_of_config_keys_of_both_agents_stays_capped() -> None:
-    """Each name once, though both agents have it; by the structs that configurations are read by.
-
-    A key is what an operator has to know of: what nobody turns is a constant.
-    """
+    """An operator has to know each key: a value that nobody changes is a constant."""
     assert len(keys_of(PrefillConfig) | keys_of(DecodeConfig)) <= 45
 
 
-def test_the_command_takes_settings_and_refuses_a_wrong_one(
-    environment: pytest.MonkeyPatch,
-) -> None:
+STARTED = """
+import sys
+import kvbus_decode.__main__, kvbus_prefill.__main__
+from kvbus.agent.observe import configure_logs
+configure_logs(level="info", style="console", agent="a")
+print([name for name in ("torch", "rich.console") if name in sys.modules])
+"""
+
+
+def test_agents_start_without_torch_and_without_rich() -> None:
+    program = [sys.executable, "-c", STARTED]
+    assert subprocess.check_output(program, text=True, timeout=60) == "[]\n"
+
+
+def test_the_command_refuses_a_wrong_setting(environment: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "kvbus_decode", "--set", "lease_z=1"]
-
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-
     assert ended.returncode == 2
     assert ended.stderr == "error: --set lease_z: there is no such key; did you mean lease_s?\n"
-
-
-def test_staging_smaller_than_slot_is_refused_with_both_keys(path: Path) -> None:
-    settings = ("staging_bytes=1024", "slot_bytes=4096")
-
-    assert re.search(r"'staging_bytes': 1024 .* 'slot_bytes' = 4096", refusal(path, settings))

@@ -1,4 +1,4 @@
-"""What is said to be wrong: of now first, of the last minutes with its time, of earlier nothing."""
+"""Faults of an agent: present ones first, those of the last minutes with their time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,76 +18,49 @@ PEER = "tcp://10.0.0.7:7701"
 
 
 def faults(
-    *errors: tuple[float, str],
-    silent: dict[str, float] | None = None,
-    **metrics: float,
+    *errors: tuple[float, str], silent: dict[str, float] | None = None, **metrics: float
 ) -> list[tuple[str, str]]:
-    """Of an agent whose last handoffs ended so many seconds ago, each with an error or none."""
+    """The faults of an agent; each of the last handoffs has its age in seconds, and an error."""
+    fields: dict[str, Any] = {"engines": {}, "draining": False, "counts": {}}
+    data = ProcessStatus("data", last_end="killed by SIGSEGV")
     status = AgentStatus(
-        agent_id="d",
-        role=AgentRole.DECODE,
-        engines={},
-        draining=False,
-        counts={},
-        silent_peers=silent or {},
-        processes=(ProcessStatus("data", last_end="killed by SIGSEGV"),),
+        agent_id="d", role=AgentRole.DECODE, silent_peers=silent or {}, processes=(data,), **fields
     )
-    recent = [
-        [Span(name="fetch", start_s=NOW_S - ago_s - 1, end_s=NOW_S - ago_s, error=error)]
+    recent = tuple(
+        (Span(name="fetch", start_s=NOW_S - ago_s - 1, end_s=NOW_S - ago_s, error=error),)
         for ago_s, error in errors
-    ]
-    live = Live(
-        status=status,
-        boot="b",
-        now_s=NOW_S,
-        metrics=metrics,
-        recent=tuple(map(tuple, recent)),
     )
-    found = current_faults(live, wall_s=WALL_S, key_options={})
-    return [(fault.what, fault.do) for fault in found]
+    live = Live(status=status, boot="b", now_s=NOW_S, metrics=metrics, recent=recent)
+    return [(one.what, one.do) for one in current_faults(live, wall_s=WALL_S, key_options={})]
 
 
 def test_failed_handoffs_report_time_of_last_one_unless_long_ago() -> None:
     ((what, _),) = faults((290.0, "timeout: the last"), (400.0, "timeout: the first"), (1.0, ""))
-
     assert what == "2 of the last 3 handoffs failed, last 5 min ago, with timeout: the last"
     assert not faults((OLD_S + 1, "timeout: t"), (OLD_S + 9, "busy: b"), (1.0, ""))
 
 
 def test_a_data_process_that_ended_is_a_fault_for_some_minutes() -> None:
     ended: Any = {"kvbus_data_restarts": 2.0}
-
     ((what, _),) = faults(**ended, kvbus_data_end_timestamp_seconds=WALL_S - 42)
-
     assert "last 42 s ago (2 times since the start): killed by SIGSEGV" in what
     assert not faults(**ended, kvbus_data_end_timestamp_seconds=WALL_S - OLD_S)
     assert not faults(kvbus_data_restarts=0.0, kvbus_data_end_timestamp_seconds=0.0)
 
 
-def test_what_is_wrong_now_stands_before_what_was() -> None:
+def test_present_faults_come_first_and_say_what_to_do() -> None:
     found = faults(
         (1.0, "timeout: t"),
-        silent={PEER: 1.0},
+        silent={PEER: 13.0, "tcp://h:1; reboot": 7.0},
         kvbus_quarantined_blocks=50.0,
         kvbus_data_end_timestamp_seconds=WALL_S,
     )
-
-    words = ["has not answered for 1 s", "50 blocks are withheld", "has ended", "handoffs failed"]
-    assert [word in what for word, (what, _) in zip(words, found, strict=True)] == 4 * [True]
-
-
-def test_a_silent_agent_is_named_with_how_long_it_is_so() -> None:
-    (first, _), (_, do) = faults(silent={PEER: 13.0, "tcp://h:1; reboot": 7.0})
-
-    assert first.endswith("has not answered for 13 s")
-    assert do.endswith("kvbus doctor --peer 'tcp://h:1; reboot'"), "one word of a shell"
-
-
-def test_blocks_that_are_withheld_come_back_by_themselves() -> None:
-    ((what, do),) = faults(kvbus_quarantined_blocks=50.0)
-
-    assert "50 blocks are withheld" in what
-    assert "quarantine_timeout_s" in do
+    words = ["has not answered for 13 s", "for 7 s", "50 blocks are withheld", "has ended"]
+    words.append("handoffs failed")
+    assert [word in what for word, (what, _) in zip(words, found, strict=True)] == 5 * [True]
+    (_, (_, silent), (_, withheld), *_) = found
+    assert silent.endswith("kvbus doctor --peer 'tcp://h:1; reboot'"), "one word of a shell"
+    assert "quarantine_timeout_s" in withheld
 
 
 class Collections(Collector):
@@ -111,6 +84,5 @@ async def test_faults_that_many_ask_for_at_once_are_found_a_few_times(tmp_path: 
             for _ in range(200):
                 tasks.start_soon(reader.ask, Status(faults=True))
         told = await reader.ask(Status(faults=True))
-
     assert not told.faults
     assert 0 < collections.number < 50

@@ -1,4 +1,4 @@
-"""Lines of the log: one JSON object each, with the time in UTC and what is the process's own."""
+"""Lines of the log: one JSON object each, with the time in UTC and fields of the process."""
 
 import json
 import subprocess
@@ -8,11 +8,24 @@ from functools import cache
 
 import pytest
 
-PROGRAM = """
+HEAD = """
+import asyncio, fcntl, json, logging, os, sys, threading
 import structlog
-from kvbus.agent.observe import configure_logs
-configure_logs(level="info", style="{style}", agent="name")
-log = structlog.get_logger()
+from kvbus.agent.observe import AgentMetrics, configure_logs
+def configure(style="json"):
+    return configure_logs(level="info", style=style, agent="name"), structlog.get_logger()
+def num_lost():
+    return AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total")
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", HEAD + program]
+    return subprocess.run(command, capture_output=True, check=True, timeout=60)
+
+
+PROGRAM = """
+flush, log = configure("{style}")
 log.debug("nothing.said")
 log.info("handoff.completed", request_id="\\u00fc", total_ms=1.5)
 for peer in ("tcp", "a\\x1b[2J\\u202e\\x9bb", "\\udc80"):
@@ -22,23 +35,15 @@ for peer in ("tcp", "a\\x1b[2J\\u202e\\x9bb", "\\udc80"):
 
 @cache
 def lines(style: str) -> list[str]:
-    program = PROGRAM.format(style=style)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    return ended.stderr.decode().splitlines()
+    return run(PROGRAM.format(style=style)).stderr.decode().splitlines()
 
 
 def test_log_line_is_object_with_level_agent_and_utc_time() -> None:
     first, second, *_ = (json.loads(line) for line in lines("json"))
-
     at = datetime.fromisoformat(first.pop("timestamp"))
     assert timedelta(0) <= datetime.now(UTC) - at < timedelta(hours=1)
-    assert first == {
-        "event": "handoff.completed",
-        "level": "info",
-        "agent": "name",
-        "request_id": "ü",
-        "total_ms": 1.5,
-    }
+    fields = {"level": "info", "agent": "name", "request_id": "ü", "total_ms": 1.5}
+    assert first == {"event": "handoff.completed", **fields}
     assert (second["event"], second["level"]) == ("peer.lost", "warning")
     assert second["timestamp"].endswith("Z")
 
@@ -51,47 +56,22 @@ def test_every_log_style_says_same_and_keeps_unencodable_lines(style: str) -> No
 @pytest.mark.parametrize("style", ["console", "json"])
 def test_what_a_name_would_tell_a_terminal_is_escaped(style: str) -> None:
     _, plain, line, _ = lines(style)
-
     ours = {one for one in plain if not one.isprintable()}
     assert {one for one in line if not one.isprintable()} <= ours
     assert "a\\u001b[2J\\u202e\\u009bb" in line.replace("\\\\", "\\")
     assert "\x1b[2J" not in line
 
 
-IN_A_LOOP = """
-import asyncio, threading
-import structlog
-from kvbus.agent.observe import configure_logs
-flush = configure_logs(level="info", style="json", agent="name")
-log = structlog.get_logger()
-async def main():
-    log.info("first")
-    log.info("second")
-    thread = threading.Thread(target=log.info, args=["third"])
-    thread.start()
-    thread.join()
-    log.info("fourth")
-    log.info("fifth")
-asyncio.new_event_loop().run_until_complete(main())
-log.info("sixth")
-flush()
-"""
-
-
 FULL_DISK = """
-import json, os, sys
-import structlog
-from kvbus.agent.observe import AgentMetrics, configure_logs
 reading, writing = os.pipe()
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-flush = configure_logs(level="info", style="json", agent="name")
-log = structlog.get_logger()
+flush, log = configure()
 log.info("first")
 log.warning("second")
 flush()
 os.dup2(writing, 2)
 log.info("third")
-print(AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total"))
+print(num_lost())
 with os.fdopen(reading) as lines:
     for event in "third", "lines.lost":
         line = json.loads(next(lines))
@@ -101,25 +81,19 @@ print(line["num_lines"])
 
 
 def test_lines_lost_to_full_disk_are_counted_and_next_is_whole() -> None:
-    ended = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, check=True)
-
-    assert ended.stdout.decode().split() == ["2", "third", "lines.lost", "2"]
+    assert run(FULL_DISK).stdout.decode().split() == ["2", "third", "lines.lost", "2"]
 
 
 FULL_PIPE = """
-import fcntl, json, logging, os, sys
-import structlog
-from kvbus.agent.observe import AgentMetrics, configure_logs
 reading, writing = os.pipe()
 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
 os.write(writing, b"*" * 4095 + b"\\n")
 os.dup2(writing, 2)
-flush = configure_logs(level="info", style="json", agent="name")
-log = structlog.get_logger()
+flush, log = configure()
 logging.getLogger("library").warning("of a library")
 for number in range(100):
     log.warning("long", number=number, text="-" * 100_000)
-print(AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total"))
+print(num_lost())
 with os.fdopen(reading) as file:
     next(file)
     print(next(file).strip())
@@ -135,11 +109,7 @@ with os.fdopen(reading) as file:
 
 
 def test_full_pipe_blocks_no_caller_and_reports_lost_lines_once() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL_PIPE], capture_output=True, check=True, timeout=60
-    )
-
-    metric, library, order, event, after = ended.stdout.decode().splitlines()
+    metric, library, order, event, after = run(FULL_PIPE).stdout.decode().splitlines()
     num_lost = round(float(metric))
     assert num_lost > 0
     assert library == "of a library"
@@ -147,8 +117,22 @@ def test_full_pipe_blocks_no_caller_and_reports_lost_lines_once() -> None:
     assert (event, after) == (f"lines.lost {num_lost}", "next")
 
 
-def test_lines_of_loop_and_threads_keep_order_and_none_is_lost() -> None:
-    ended = subprocess.run([sys.executable, "-c", IN_A_LOOP], capture_output=True, check=True)
+IN_A_LOOP = """
+flush, log = configure()
+async def main():
+    log.info("first")
+    log.info("second")
+    thread = threading.Thread(target=log.info, args=["third"])
+    thread.start()
+    thread.join()
+    log.info("fourth")
+    log.info("fifth")
+asyncio.new_event_loop().run_until_complete(main())
+log.info("sixth")
+flush()
+"""
 
-    events = [json.loads(line)["event"] for line in ended.stderr.splitlines()]
+
+def test_lines_of_loop_and_threads_keep_order_and_none_is_lost() -> None:
+    events = [json.loads(line)["event"] for line in run(IN_A_LOOP).stderr.splitlines()]
     assert events == ["first", "second", "third", "fourth", "fifth", "sixth"]

@@ -7,19 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.agent.spans import (
-    FORGOTTEN,
-    PENDING,
-    SENDING,
-    Reading,
-    command_spans,
-    forgotten_span,
-    last_end,
-    nested,
-    pending_span,
-    sending_span,
-    state_spans,
-)
+from kvbus.agent import spans
+from kvbus.agent.spans import FORGOTTEN, PENDING, SENDING
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol import Span
 from kvbus.table.table import MAX_STEPS, History
@@ -37,11 +26,11 @@ class End: ...
 
 
 BUSY = Came(LocalError("no", code=ErrorCode.BUSY))
-READING = Reading(ends=("over",), cuts=(Begin,), names={("read", "copy"): "scatter"})
+READING = spans.Reading(ends=("over",), cuts=(Begin,), names={("read", "copy"): "scatter"})
 
 
 def history(*steps: Any) -> History:
-    """Of steps (time, state, commands, the part that they are about, event)."""
+    """A history of steps (time, state, commands, the part that they are about, event)."""
     told, defaults = History(), ((), "", Came())
     for step in steps:
         full: Any = (*step, *defaults[len(step) - 2 :])
@@ -79,58 +68,45 @@ STORIES = {
 }
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_the_stays_of_a_story_are_its_spans(name: str) -> None:
-    told, spans = STORIES[name]
-
-    assert state_spans(told, READING, depth=0) == spans
+@pytest.mark.parametrize(("told", "expected"), STORIES.values(), ids=STORIES)
+def test_the_stays_of_a_history_are_its_spans(told: History, expected: list[Span]) -> None:
+    assert spans.state_spans(told, READING, depth=0) == expected
 
 
 def test_the_time_before_the_steps_that_are_kept_is_a_span() -> None:
     short = history((1.0, "read"), (2.0, "over"))
     long = history(*((float(at), f"state {at}") for at in range(MAX_STEPS + 5)))
-
-    assert forgotten_span(short, depth=1) == []
-    assert forgotten_span(long, depth=1) == [Span(FORGOTTEN, 0.0, 5.0, 1)]
+    assert spans.forgotten_span(short, depth=1) == []
+    assert spans.forgotten_span(long, depth=1) == [Span(FORGOTTEN, 0.0, 5.0, 1)]
 
 
 def test_begin_and_end_commands_are_paired_in_order() -> None:
     told = history((1.0, "a", [Begin]), (2.0, "a", [Begin]), (3.0, "a", [End, End, End, Begin]))
-
-    assert command_spans(told, Begin, End, name="leased", depth=1) == [
-        Span("leased", 1.0, 3.0, 1),
-        Span("leased", 2.0, 3.0, 1),
-        Span("leased", 3.0, None, 1),
-    ]
+    leased = spans.command_spans(told, Begin, End, name="leased", depth=1)
+    times = (1.0, 3.0), (2.0, 3.0), (3.0, None)
+    assert leased == [Span("leased", start_s, end_s, 1) for start_s, end_s in times]
 
 
 def test_child_follows_parent_and_open_span_leaves_no_last_end() -> None:
     parents = [Span("p", 1.0, 2.0), Span("q", 2.0, 3.0)]
     children = [Span("a", 1.0, 1.5, 1), Span("b", 2.5, 2.6, 1)]
-
-    assert [span.name for span in nested(parents, children)] == ["p", "a", "q", "b"]
-    assert nested(parents, []) == parents
-    assert last_end([*parents, *children]) == 3.0
-    assert last_end([*parents, Span("c", 1.0)]) is None
-    assert last_end([]) is None
-
-
-times = st.floats() | st.floats(70.0, 130.0)
+    assert [span.name for span in spans.nested(parents, children)] == ["p", "a", "q", "b"]
+    assert spans.nested(parents, []) == parents
+    assert spans.last_end([*parents, *children]) == 3.0
+    assert spans.last_end([*parents, Span("c", 1.0)]) is None
+    assert spans.last_end([]) is None
 
 
-@given(asked_at=st.none() | times)
+@given(asked_at=st.none() | st.floats() | st.floats(70.0, 130.0))
 def test_way_to_agent_is_a_span_if_asked_before_start(asked_at: float | None) -> None:
-    """The word of an engine with another clock is not believed where it cannot be."""
+    """The time of an engine with another clock is used only where it is possible."""
     begun = history((100.0, "wait"), (110.0, "over"))
-
-    spans = sending_span(begun, asked_at, depth=1)
-
     can_be = asked_at is not None and 0 < 100.0 - asked_at <= 3600.0
-    assert spans == ([Span(SENDING, asked_at or 0.0, 100.0, 1)] if can_be else [])
+    expected = [Span(SENDING, asked_at or 0.0, 100.0, 1)] if can_be else []
+    assert spans.sending_span(begun, asked_at, depth=1) == expected
 
 
 @pytest.mark.parametrize("wanted_at", [None, 99.0, 101.0, 99.0 - 1e6, math.nan])
 def test_the_wait_before_the_engine_asked_is_a_span_if_it_can_be(wanted_at: float | None) -> None:
-    spans = pending_span(wanted_at, Span(SENDING, 100.0, 101.0, 1))
-
-    assert spans == ([Span(PENDING, 99.0, 100.0)] if wanted_at == 99.0 else [])
+    expected = [Span(PENDING, 99.0, 100.0)] if wanted_at == 99.0 else []
+    assert spans.pending_span(wanted_at, Span(SENDING, 100.0, 101.0, 1)) == expected

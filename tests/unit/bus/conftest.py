@@ -1,4 +1,4 @@
-"""Ends of the bus at real sockets, and plain peers of them."""
+"""Endpoints of the bus at real sockets, and plain peers of them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,27 +29,23 @@ TCP = "tcp://127.0.0.1:*"
 
 
 class Runs(Protocol):
-    """An end of the bus."""
-
     async def run(self) -> None: ...
 
 
 @pytest.fixture
 def context() -> Iterator[BusContext]:
-    """A context that complains about sockets which a test left open."""
+    """A context that fails if a test left sockets open."""
     with new_context() as context:
         yield context
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
-    """A free ipc endpoint."""
     return f"ipc://{tmp_path / 'bus'}"
 
 
 @asynccontextmanager
 async def run_all(*ends: Runs) -> AsyncIterator[None]:
-    """Runs ends of the bus for the length of the block."""
     async with anyio.create_task_group() as tasks:
         for end in ends:
             tasks.start_soon(end.run)
@@ -67,6 +63,10 @@ class RawPeer:
         self.socket.set(zmq.SNDTIMEO, 10_000)
         self.identity = b""
 
+    @property
+    def endpoint(self) -> str:
+        return str(self.socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+
     def put(self, fields: dict[str, Any], *prefix: bytes) -> None:
         self.socket.send_multipart([*prefix, msgpack.packb(fields)])
 
@@ -79,12 +79,11 @@ class RawPeer:
         return fields
 
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """What comes back next."""
         self.put(fields)
         return await self.get()
 
     async def asked(self) -> dict[str, Any]:
-        """As a server: the next request; `answer` and `notify` go to who sent it."""
+        """Return the next request, as a server; `answer` and `notify` go to its sender."""
         self.identity, frame = await self.frames()
         fields: dict[str, Any] = msgpack.unpackb(frame)
         return fields
@@ -92,12 +91,7 @@ class RawPeer:
     def answer(self, request_id: int, boot: str = "server", **ok: Any) -> None:
         self.put({"v": 1, "re": request_id, "boot": boot, "ok": ok}, self.identity)
 
-    def notify(self, seq: int, boot: str = "server", **body: Any) -> None:
-        notice = {"v": 1, "op": "n", "seq": seq, "boot": boot, "body": body}
-        self.put(notice, self.identity)
-
     def event(self, op: str, seq: int, boot: str = "raw") -> None:
-        """As a publisher."""
         event = {"v": 1, "op": op, "seq": seq, "boot": boot, "body": {}}
         self.put(event, op.encode())
 
@@ -126,12 +120,11 @@ class Hold:
 
 @pytest.fixture
 def hold() -> Hold:
-    """A handler that keeps its calls for the test to answer."""
     return Hold()
 
 
 class Record(EventListener):
-    """Queues what a subscriber tells, as tuples that start with its name."""
+    """A listener that queues its calls as tuples."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
@@ -143,11 +136,9 @@ class Record(EventListener):
         return told
 
     def on_event(self, endpoint: str, event: Notice) -> None:
-        del endpoint
         self.told.put_nowait(("event", event.op, event.seq))
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        del endpoint
         self.told.put_nowait(("gap", boot, topic))
 
     def on_boot(self, endpoint: str, boot: str) -> None:
@@ -156,12 +147,11 @@ class Record(EventListener):
 
 @pytest.fixture
 def record() -> Record:
-    """A listener that queues what it is told."""
     return Record()
 
 
 class Bus:
-    """Makes ends of the bus and plain peers, at one free endpoint unless a test says another."""
+    """Makes endpoints of the bus and plain peers, at one free address by default."""
 
     def __init__(self, context: BusContext, endpoint: str, stack: ExitStack) -> None:
         self.context, self.endpoint, self._stack = context, endpoint, stack
@@ -183,7 +173,6 @@ class Bus:
     async def pair(
         self, handler: Callable[[Any, Call], None] = echo, /, **options: Any
     ) -> AsyncIterator[tuple[RequestServer, RequestClient]]:
-        """A server and a client of it that run; ``server`` has the server's options."""
         server = self.server(handler, **options.pop("server", {}))
         client = self.client(at=server.endpoint, **options)
         async with run_all(server, client):
@@ -223,6 +212,5 @@ class Bus:
 
 @pytest.fixture
 def bus(context: BusContext, endpoint: str) -> Iterator[Bus]:
-    """Ends of the bus at a free endpoint; plain peers end with the test."""
     with ExitStack() as stack:
         yield Bus(context, endpoint, stack)

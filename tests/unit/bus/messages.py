@@ -7,16 +7,12 @@ from kvbus.protocol import Message, Request
 
 
 class Echoed(Message, frozen=True):
-    """What was asked, again."""
-
     number: int = 0
     text: str = ""
     fill: bytes = b""
 
 
 class Ask(Request[Echoed], frozen=True):
-    """Asks for an echo."""
-
     op: ClassVar[str] = "ask"
 
     number: int = 0
@@ -25,8 +21,6 @@ class Ask(Request[Echoed], frozen=True):
 
 
 class AskNow(Request[Echoed], frozen=True):
-    """Asks for an echo that never takes a while."""
-
     op: ClassVar[str] = "ask_now"
     at_once: ClassVar[bool] = True
 
@@ -34,15 +28,12 @@ class AskNow(Request[Echoed], frozen=True):
 
 
 def asked(request_id: int, boot: str = "raw", op: str = "ask", **body: Any) -> dict[str, Any]:
-    """The fields of a request's frame."""
     return {"v": 1, "op": op, "id": request_id, "boot": boot, "secret": boot, "body": body}
 
 
 def echo(asked: Ask, call: Call) -> None:
-    """Answer at once."""
     call.reply(Echoed(number=asked.number, text=asked.text, fill=asked.fill))
 
 
 def session_of(server: RequestServer, boot: str) -> Session:
-    """The server's session with that peer."""
     return next(session for session in server.sessions if session.boot == boot)

@@ -12,20 +12,24 @@ from kvbus.bus import new_context
 from kvbus.errors import ClosedError, ErrorCode, PeerLost, RequestRefused, RequestTimeout
 from tests.support.agents import until
 from tests.unit.bus.conftest import TCP, Bus, Hold
-from tests.unit.bus.messages import Ask, Echoed
+from tests.unit.bus.messages import Ask, Echoed, session_of
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_forgotten_boot_is_answered_stale(bus: Bus) -> None:
-    async with bus.pair() as (server, client):
+    """And its session is not notified."""
+    received: list[int] = []
+    async with bus.pair(on_notice=lambda one: received.append(one.seq)) as (server, client):
         await client.ask(Ask(), timeout_s=20)
+        session = session_of(server, "client")
+        session.on_unread = lambda: received.append(-1)
         server.sessions.end_boot("client")
+        session.notify("n", {})
         with pytest.raises(RequestRefused) as failure:
             await client.ask(Ask(), timeout_s=20)
-
     assert failure.value.code is ErrorCode.STALE
-    assert len(server.sessions) == 0
+    assert (len(server.sessions), received) == (0, [])
 
 
 async def test_pending_request_fails_when_server_comes_back_as_new(bus: Bus) -> None:
@@ -33,7 +37,6 @@ async def test_pending_request_fails_when_server_comes_back_as_new(bus: Bus) -> 
     earlier = new_context()  # once it is destroyed the endpoint's file is really gone
     old, client = bus.raw(zmq.ROUTER, context=earlier), bus.client(on_boot=boots.append)
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
-
     async with bus.running(client):
         client.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
         old.answer((await old.asked())["id"], boot="old")
@@ -44,7 +47,6 @@ async def test_pending_request_fails_when_server_comes_back_as_new(bus: Bus) -> 
         async with bus.running(bus.server(boot="new")):
             lost = await outcomes.get()
             third = await client.ask(Ask(number=3), timeout_s=30)
-
     assert first == Echoed()
     assert isinstance(lost, PeerLost)
     assert third == Echoed(number=3)
@@ -56,7 +58,6 @@ async def test_a_late_message_of_an_earlier_boot_changes_nothing(bus: Bus) -> No
     boots: list[str] = []
     server, client = bus.raw(zmq.ROUTER), bus.client(on_boot=boots.append, ping_s=30)
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
-
     async with bus.running(client):
         request_id = client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
         await server.asked()
@@ -67,7 +68,6 @@ async def test_a_late_message_of_an_earlier_boot_changes_nothing(bus: Bus) -> No
         for boot in ("old", "new"):
             server.answer(request_id, boot, text=boot)
         second = await outcomes.get()
-
     assert isinstance(lost, PeerLost)
     assert second == Echoed(text="new")
     assert boots == ["old", "new"]
@@ -75,31 +75,25 @@ async def test_a_late_message_of_an_earlier_boot_changes_nothing(bus: Bus) -> No
 
 async def test_what_is_in_progress_fails_when_either_end_is_closed(bus: Bus, hold: Hold) -> None:
     server, client, outcomes = bus.server(hold), bus.client(), asyncio.Queue[Any]()
-
     async with bus.running(client):
         async with bus.running(server):
             client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
             await hold.arrived.get()
         refused = await outcomes.get()
         client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
-
     assert refused.code is ErrorCode.CLOSED
     assert isinstance(outcomes.get_nowait(), ClosedError)
     with pytest.raises(ClosedError):
         client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
 
 
-async def test_client_hears_once_of_lost_server_and_goes_on_once_back(
-    bus: Bus,
-) -> None:
-    """Nobody is gone who never answered."""
+async def test_client_hears_once_of_lost_server_and_goes_on_once_back(bus: Bus) -> None:
     gone: list[str] = []
     server = bus.server(at=TCP, boot="first")
     client = bus.client(at=server.endpoint, on_gone=gone.append)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
     lonely = bus.client(at=nobody, on_gone=gone.append)
-
     async with bus.running(client, lonely):
         async with bus.running(server):
             await client.ask(Ask(), timeout_s=30)
@@ -109,13 +103,11 @@ async def test_client_hears_once_of_lost_server_and_goes_on_once_back(
         async with bus.running(bus.server(at=server.endpoint, boot="second")):
             await until(lambda: client.peer_boot == "second")
             still_gone = client.is_gone
-
     assert not still_gone
     assert gone == ["first"]
 
 
 async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> None:
-    """A proxy in front of it may, while it is cut off."""
     earlier, gone = new_context(), list[str]()
     server = bus.server(at=TCP, context=earlier)
     client = bus.client(at=server.endpoint, on_gone=gone.append)
@@ -136,5 +128,4 @@ async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> Non
             await until(lambda: num_tries >= 6)
         assert not gone
         await until(lambda: client.is_gone)
-
     assert gone == ["server"]

@@ -1,4 +1,4 @@
-"""Every bound of requests is an explicit refusal, and nobody else pays for it."""
+"""Every bound of requests is an explicit refusal, at no cost for others."""
 
 import asyncio
 import socket
@@ -33,11 +33,8 @@ def with_limits(**limits: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limit", ["max_pending", "max_session_pending"])
-async def test_call_over_limit_is_busy_unless_answered_at_once(
-    bus: Bus, hold: Hold, limit: str
-) -> None:
+async def test_call_over_limit_is_busy_unless_at_once(bus: Bus, hold: Hold, limit: str) -> None:
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
-
     async with bus.pair(hold, server=with_limits(**{limit: 2}), max_pending=3) as (server, client):
         server.on({AskNow: lambda one, call: call.reply(Echoed(number=one.number))})
         for _ in range(3):
@@ -49,20 +46,16 @@ async def test_call_over_limit_is_busy_unless_answered_at_once(
         for call in hold.calls:
             call.reply(Echoed(text="fine"))
         fine = [await outcomes.get(), await outcomes.get()]
-
     assert too_many_here.value.code is refused.code is ErrorCode.BUSY
     assert at_once == Echoed(number=1)
     assert fine == [Echoed(text="fine")] * 2
 
 
 @pytest.mark.parametrize("kept", ["waits", "pinned", ""])
-async def test_a_session_too_many_is_busy_unless_another_one_is_idle(
-    bus: Bus, hold: Hold, kept: str
-) -> None:
+async def test_a_session_too_many_is_busy_unless_one_idles(bus: Bus, hold: Hold, kept: str) -> None:
     server, second = bus.server(hold, **with_limits(max_sessions=1)), bus.client("second")
     first = bus.client("first", on_notice=lambda _: None)
     code = ""
-
     async with bus.running(server, first, second):
         await first.ask(Ping(), timeout_s=20)
         session = session_of(server, "first")
@@ -74,17 +67,14 @@ async def test_a_session_too_many_is_busy_unless_another_one_is_idle(
             await second.ask(Ping(), timeout_s=20)
         except RequestRefused as refused:
             code = refused.code
-
     assert code == (ErrorCode.BUSY if kept else "")
     assert [one.boot for one in server.sessions] == ["first" if kept else "second"]
 
 
 async def test_crowd_of_waiting_senders_keeps_no_other_connection_out(bus: Bus, hold: Hold) -> None:
-    """One was there before and is idle, one comes after."""
     server = bus.server(hold, **with_limits(max_sessions=8))
     early, late, crowd = bus.client("early"), bus.client("late"), bus.raw(zmq.DEALER)
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
-
     async with bus.running(server, early, late):
         await early.ask(Ping(), timeout_s=30)
         for number in range(20):
@@ -94,19 +84,16 @@ async def test_crowd_of_waiting_senders_keeps_no_other_connection_out(bus: Bus, 
         made_room = await crowd.get()
         hold.calls[-1].reply(Echoed(text="late"))
         answered = await outcomes.get()
-
         assert session_of(server, "early")
     assert {reply["error"]["code"] for reply in (*refused, made_room)} == {"busy"}
     assert answered == Echoed(text="late")
 
 
 async def test_calls_of_one_kind_are_shared_by_those_who_ask(bus: Bus, hold: Hold) -> None:
-    """Its owner hears of the end of a call that had to make room."""
     server, greedy, other = bus.server(), bus.raw(zmq.DEALER), bus.client("other")
     server.on({Ask: Quota(hold, 4)})
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
     ended: list[int] = []
-
     async with bus.running(server, other):
         for request_id in range(1, 7):
             greedy.put(asked(request_id, f"greedy-{request_id % 2}"))
@@ -121,20 +108,16 @@ async def test_calls_of_one_kind_are_shared_by_those_who_ask(bus: Bus, hold: Hol
         too_many = await outcomes.get()
         hold.calls[-1].reply(Echoed(number=2))
         answered = await outcomes.get()
-
     assert refused == {5, 6}
     assert made_room == told_of == [4, 3]
     assert too_many.code is ErrorCode.BUSY
     assert answered == Echoed(number=2)
 
 
-async def test_frame_at_limit_is_read_over_it_answered_far_over_it_cut(
-    bus: Bus,
-) -> None:
+async def test_frame_at_limit_is_read_over_it_answered_far_over_it_cut(bus: Bus) -> None:
     server = bus.server(lambda _, call: call.reply(Echoed(number=1)))
     client, peer = bus.client(), bus.raw(zmq.DEALER)
     room = MAX_FRAME_BYTES - len(msgpack.packb(asked(1, fill=bytes(70_000)))) + 70_000
-
     async with bus.running(server, client):
         at_limit = await peer.ask(asked(1, fill=bytes(room)))
         over = await peer.ask(asked(2, fill=bytes(room + 1)))
@@ -146,7 +129,6 @@ async def test_frame_at_limit_is_read_over_it_answered_far_over_it_cut(
         next_heard = await peer.get()
         with pytest.raises(ProtocolError) as unsent:
             await client.ask(Ask(fill=bytes(room + 1)), timeout_s=30)
-
     assert at_limit["ok"]["number"] == 1
     assert (over["re"], over["error"]["code"]) == (0, "too_large")
     assert other == Echoed(number=1)
@@ -162,14 +144,12 @@ async def test_items_over_bound_are_refused_by_announcing_header(bus: Bus, at: s
     peer, most = bus.raw(zmq.DEALER, server.endpoint), MAX_PEER_ITEMS if at else MAX_ITEMS
     full = asked(1, more=[])
     room = most - num_items(msgpack.packb(full))
-
     async with bus.running(server):
         fine = await peer.ask(asked(1, more=[0] * room))
         over = await peer.ask(asked(2, more=[0] * (room + 1)))
         # The end of the list is missing, which only the count of items does not notice.
         peer.socket.send(msgpack.packb(asked(3, more=[0] * (2 * most)))[: most + 100])
         announced = await peer.get()
-
     assert "ok" in fine
     assert over["error"]["code"] == announced["error"]["code"] == "too_large"
     assert over["error"]["detail"]["limit"] == most
@@ -178,7 +158,6 @@ async def test_items_over_bound_are_refused_by_announcing_header(bus: Bus, at: s
 async def test_large_requests_of_ended_connection_are_dropped(bus: Bus, hold: Hold) -> None:
     """ZeroMQ has queued them all. The small one may be the last `release` of a process."""
     server = bus.server(hold, at=TCP)
-
     with connected(server.endpoint, "DEALER") as wire:
         for number in range(1, 33):
             wire.sendall(frame(msgpack.packb(asked(number, fill=bytes(16 * 1024)))))
@@ -188,7 +167,6 @@ async def test_large_requests_of_ended_connection_are_dropped(bus: Bus, hold: Ho
         async with bus.running(server):
             await hold.arrived.get()
             num_dropped = server.counters.dropped
-
     assert [call.request_id for call in hold.calls] == [33]
     assert num_dropped == 32
 
@@ -219,5 +197,4 @@ async def test_a_chatty_peer_does_not_hold_the_loop(
         peer.put(asked(request_id, fill=fill))
     async with bus.running(server):
         await done.wait()
-
     assert turns[0] <= most_in_a_turn

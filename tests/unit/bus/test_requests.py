@@ -1,7 +1,4 @@
-"""Every request gets one answer, whenever; what either side does wrong fails alone.
-
-What is lost with its connection, the simulated world loses: see `tests/sim`.
-"""
+"""Requests get one answer, notices come in order, and an error of either side fails alone."""
 
 import asyncio
 import math
@@ -12,7 +9,7 @@ import anyio
 import pytest
 import zmq
 
-from kvbus.bus import Call, new_context
+from kvbus.bus import Call, SocketOptions, new_context
 from kvbus.errors import ErrorCode, KVBusError, RequestRefused, RequestTimeout
 from kvbus.protocol import MAX_FRAME_BYTES, Ping
 from tests.support.agents import until
@@ -23,11 +20,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_unreceived_or_unanswered_requests_fail_at_deadline(bus: Bus, hold: Hold) -> None:
-    """What nobody took is not sent later; a late reply is left out."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         at = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
     client = bus.client(at=at)
-
     async with bus.running(client):
         with pytest.raises(RequestTimeout):
             await client.ask(Ask(number=1), timeout_s=0.05)
@@ -38,16 +33,12 @@ async def test_unreceived_or_unanswered_requests_fail_at_deadline(bus: Bus, hold
             await client.ask(Ping(), timeout_s=20)  # the server has read what was asked before
             hold.calls[0].reply(Echoed())
             await client.ask(Ping(), timeout_s=20)
-
     assert failure.value.code is ErrorCode.TIMEOUT
     assert [asked.number for asked in hold.asked] == [2]
     assert client.num_pending == 0
 
 
-async def test_request_is_sent_once_per_connection_and_answered_late(
-    bus: Bus,
-) -> None:
-    """The second connection is to another socket of the same process."""
+async def test_request_is_sent_once_per_connection_and_answered_late(bus: Bus) -> None:
     earlier = new_context()
     first = bus.raw(zmq.ROUTER, TCP, context=earlier)
     at = first.socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
@@ -70,7 +61,6 @@ async def test_request_is_sent_once_per_connection_and_answered_late(
         await asked_until(4, second)
         second.answer(seen[0]["id"], number=1)
         reply = await outcomes.get()
-
     assert len(by_first) == 1
     assert seen == by_first * 2
     assert reply == Echoed(number=1)
@@ -78,7 +68,6 @@ async def test_request_is_sent_once_per_connection_and_answered_late(
 
 async def test_repeat_is_absorbed_in_progress_and_done_again_later(bus: Bus, hold: Hold) -> None:
     server, peer = bus.server(hold), bus.raw(zmq.DEALER)
-
     async with bus.running(server):
         for _ in range(3):
             peer.put(asked(5, number=1))
@@ -90,16 +79,13 @@ async def test_repeat_is_absorbed_in_progress_and_done_again_later(bus: Bus, hol
         await peer.ask(asked(7, op="ping"))
         hold.calls[-1].reply(Echoed(number=1))
         again = await peer.get()
-
     assert first == again
     assert (in_progress, len(hold.calls)) == (1, 2)
     assert server.counters.repeats_absorbed == 2
 
 
 async def test_answer_goes_to_current_connection_of_its_sender(bus: Bus, hold: Hold) -> None:
-    """What comes late by one that the sender has left is neither done nor brings it back."""
     server, first, second = bus.server(hold), bus.raw(zmq.DEALER), bus.raw(zmq.DEALER)
-
     async with bus.running(server):
         first.put(asked(5, number=1))
         await hold.arrived.get()
@@ -110,7 +96,6 @@ async def test_answer_goes_to_current_connection_of_its_sender(bus: Bus, hold: H
         heard = await first.get()
         hold.calls[0].reply(Echoed(number=1))
         answered = await second.get()
-
     assert heard["re"] == 8
     assert (answered["re"], answered["ok"]["number"]) == (5, 1)
     assert len(hold.calls) == 1
@@ -151,7 +136,6 @@ async def test_refusal_or_fault_of_handler_fails_its_request_alone(
         with pytest.raises(RequestRefused) as failure:
             await client.ask(Ask(text="bad"), timeout_s=20)
         good = await client.ask(Ask(number=1), timeout_s=20)
-
     assert (failure.value.code, failure.value.detail) == (code, detail)
     assert (failure.value.message == "lease is over") is (handler is refuse)
     assert "oops" not in failure.value.message
@@ -159,11 +143,8 @@ async def test_refusal_or_fault_of_handler_fails_its_request_alone(
     assert good == Echoed(number=1)
 
 
-async def test_callback_fault_fails_alone_but_unhandled_ends_endpoint(
-    bus: Bus,
-) -> None:
+async def test_callback_fault_fails_alone_but_unhandled_ends_endpoint(bus: Bus) -> None:
     faults: list[Exception] = []
-
     async with bus.pair(on_notice=fail, on_fault=faults.append) as (server, client):
         client.send(Ask(), timeout_s=30, on_reply=fail)
         await client.ask(Ask(), timeout_s=30)
@@ -173,7 +154,6 @@ async def test_callback_fault_fails_alone_but_unhandled_ends_endpoint(
     with pytest.raises(ExceptionGroup) as failure:
         async with bus.pair(fail) as (_, client):
             await client.ask(Ask(), timeout_s=20)
-
     assert [str(fault) for fault in faults] == ["oops"] * 2
     assert reply == Echoed(number=1)
     assert failure.group_contains(RuntimeError, match="oops")
@@ -190,7 +170,6 @@ async def test_a_cancelled_caller_loses_nobody_elses_message(bus: Bus, hold: Hol
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(hold.echo_next)
                 assert await client.ask(Ask(number=number), timeout_s=30) == Echoed(number=number)
-
     assert client.num_pending == len(server.pending) == 0
 
 
@@ -215,7 +194,6 @@ async def test_what_a_server_says_wrong_fails_one_request_at_most(bus: Bus) -> N
         wrong = await outcomes.get()
         server.answer(await asks(), number=2)
         right = await outcomes.get()
-
     assert refused.code is ErrorCode.INTERNAL
     assert refused.detail == {"message": 1, "code": "x", "remote_code": "7"}
     assert wrong.code is ErrorCode.INVALID
@@ -223,14 +201,11 @@ async def test_what_a_server_says_wrong_fails_one_request_at_most(bus: Bus) -> N
 
 
 @pytest.mark.parametrize("at", [TCP, "ipc"])
-async def test_requests_and_replies_of_one_loop_turn_arrive_in_order(
-    bus: Bus, hold: Hold, at: str
-) -> None:
+async def test_messages_of_one_loop_turn_arrive_in_order(bus: Bus, hold: Hold, at: str) -> None:
     """A client that is closed in the same turn has sent it all."""
     server = bus.server(hold) if at == "ipc" else bus.server(hold, at)
     client, other = bus.client(at=server.endpoint), bus.client(at=server.endpoint)
     replies: list[Any] = []
-
     async with bus.running(server), bus.running(other):
         await other.ask(Ping(), timeout_s=20)
         async with bus.running(client):
@@ -245,6 +220,40 @@ async def test_requests_and_replies_of_one_loop_turn_arrive_in_order(
         for call, message in zip(hold.calls[5:], hold.asked[5:], strict=True):
             call.reply(Echoed(number=message.number))
         await until(lambda: len(replies) == 3)
-
     assert [one.number for one in hold.asked] == list(range(8))
     assert [one.number for one in replies] == [5, 6, 7]
+
+
+async def test_notices_arrive_in_order_between_surrounding_replies(bus: Bus) -> None:
+    received: list[int] = []
+    async with bus.pair(on_notice=lambda one: received.append(one.seq)) as (server, client):
+        await client.ask(Ask(), timeout_s=30)
+        for _ in range(500):
+            session_of(server, "client").notify("n", {})
+        await client.ask(Ask(), timeout_s=30)
+    assert received == list(range(1, 501))
+
+
+@pytest.mark.parametrize("sent", ["notices", "answers"])
+async def test_only_a_peer_that_does_not_read_is_given_up(bus: Bus, hold: Hold, sent: str) -> None:
+    server, peer, client = (
+        bus.server(hold, options=SocketOptions(hwm=4)),
+        bus.raw(zmq.DEALER),
+        bus.client(),
+    )
+    fill, unread = bytes(1 << 20), list[str]()
+    async with bus.running(server, client):
+        for request_id in range(1, 65):
+            peer.put(asked(request_id))
+            await hold.arrived.get()
+        session_of(server, "raw").on_unread = lambda: unread.append("raw")
+        for call in hold.calls:
+            if sent == "notices":
+                call.session.notify("n", {"fill": fill})
+            else:
+                call.reply(Echoed(fill=fill))
+        client.send(Ask(number=1), timeout_s=30, on_reply=lambda _: None)
+        await hold.arrived.get()
+        session_of(server, "client").on_unread = lambda: unread.append("client")
+        hold.calls[-1].session.notify("n", {})
+    assert set(unread) == {"raw"}

@@ -1,4 +1,4 @@
-"""Two agents in the test's process, all else of them real, and what one maps of the other."""
+"""Two agents in the test's process, and the memory that one maps of the other."""
 
 import ctypes
 import gc
@@ -32,13 +32,8 @@ Extent = tuple[int, int]
 
 @asynccontextmanager
 async def decode_agent(folder: Path, **settings: Any) -> AsyncIterator[Runtime]:
-    """An agent that has started; its attach socket is at ``config.attach_path``."""
-    fields = {
-        "agent_id": "decode",
-        **BINDS,
-        "runtime_dir": str(folder / "run"),
-        **settings,
-    }
+    """A started agent; its attach socket is at ``config.attach_path``."""
+    fields = {"agent_id": "decode", **BINDS, "runtime_dir": str(folder / "run"), **settings}
     config = convert_config(DecodeConfig, fields, source="the test")
     with new_context() as context:
         async with inside_agent(
@@ -62,18 +57,15 @@ class Neighbours:
 
     @property
     def mapped(self) -> list[Any]:
-        """What each source of each route has."""
         return [source.mapped for route in self.routes for source in route.sources]
 
     def the_memory(self) -> Any:
-        """That of the only source of the only route."""
         (memory,) = self.mapped
         assert memory is not None
         return memory
 
     @property
     def state(self) -> str:
-        """What the decode agent says of the only engine that it has met."""
         (state,) = self.service.sharing().engines.values()
         return state
 
@@ -92,13 +84,11 @@ class Neighbours:
         await until(lambda: all(given_back(process) for process in processes))
 
     def processes(self) -> list[Any]:
-        """Those of all engines of both agents."""
         directories = self.prefill.runtime.agent.engines, self.decode.agent.engines
         engines = [one for directory in directories for one in directory.engines.values()]
         return [process for one in engines for process in one.processes]
 
     def forget_routes(self) -> None:
-        """As if their engine was gone."""
         for route in self.routes:
             route.close()
         gc.collect()
@@ -106,16 +96,17 @@ class Neighbours:
 
 @asynccontextmanager
 async def neighbours(
-    folder: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+    folder: Path,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: Callable[[PrefillAgent], dict[str, Any]] | dict[str, Any] | None = None,
 ) -> AsyncIterator[Neighbours]:
-    """Both agents, started."""
-    (folder / "p").mkdir(mode=0o700)
-    (folder / "d").mkdir(mode=0o700)
-    async with (
-        prefill_agent(folder / "p", **(prefill or {})) as source,
-        decode_agent(folder / "d", **(decode or {})) as target,
-    ):
-        yield Neighbours(source, target)
+    for name in "pd":
+        (folder / name).mkdir(mode=0o700)
+    async with prefill_agent(folder / "p", **(prefill or {})) as source:
+        settings = decode(source) if callable(decode) else decode or {}
+        async with decode_agent(folder / "d", **settings) as target:
+            yield Neighbours(source, target)
 
 
 async def begin(
@@ -128,7 +119,7 @@ async def begin(
 
 
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Have ``act`` done in the copying thread, before bytes move."""
+    """Call ``act`` in the copying thread, before bytes move."""
     copy: Callable[[Any], None] = vars(transfers)["copy_runs"]
 
     def acting(runs: Any) -> None:
@@ -139,12 +130,10 @@ def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object])
 
 
 def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """What is mapped there now."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def bytes_of(memory: Any, source: Engine) -> bool:
-    """Whether what is mapped is, byte by byte, the memory of the engine."""
     found = []
     for rank, theirs in source.memories().items():
         (address,) = memory.addresses[rank].values()

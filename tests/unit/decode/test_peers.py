@@ -1,8 +1,6 @@
 """The prefill agents that a decode agent knows: listed by name, and their memory."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +20,10 @@ from kvbus_decode.preconnect import PeerPreconnector
 from tests.support.agents import until
 from tests.support.data_process import Data, FlatMemory
 from tests.support.engines import engine, works
-from tests.unit.decode.neighbours import Neighbours, decode_agent, neighbours
-from tests.unit.prefill.inside import given_back, prefill_agent
+from tests.unit.decode.neighbours import decode_agent, neighbours
+from tests.unit.prefill.inside import PrefillAgent, given_back
+
+pytestmark = pytest.mark.anyio
 
 
 class Broken:
@@ -37,89 +37,64 @@ class Broken:
         raise ZeroDivisionError
 
 
-@asynccontextmanager
-async def listing(
-    *peers: str, broken: Broken | None = None, **keys: Any
-) -> AsyncIterator[PeerPreconnector]:
-    """These agents; none of them can be met."""
-    bind = "tcp://127.0.0.1:0"
-    keys |= {"agent_id": "decode-0", "peer_bind": bind, "events_bind": bind}
-    config = DecodeConfig(peers=peers, **keys)
+async def test_defect_of_connecting_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.02)
+    peer, bind, broken = "tcp://10.0.0.1:1", "tcp://127.0.0.1:0", Broken()
+    config = DecodeConfig(peers=(peer,), agent_id="decode-0", peer_bind=bind, events_bind=bind)
     async with anyio.create_task_group() as tasks:
         agent: Any = SimpleNamespace(tasks=tasks, loop=asyncio.get_running_loop())
-        directory: Any = broken or Broken()
+        directory: Any = broken
         nothing: Any = None
-        warm = PeerPreconnector(agent, config, directory, nothing)
-        warm.start()
-        yield warm
-        tasks.cancel_scope.cancel()
-
-
-@pytest.mark.anyio
-async def test_defect_of_warming_keeps_only_its_own_agent_cold() -> None:
-    async with listing("tcp://10.0.0.1:1") as peers:
-        await until(lambda: peers.view("tcp://10.0.0.1:1").problem)
-
-    assert "ZeroDivisionError" in peers.view("tcp://10.0.0.1:1").problem
-    assert peers.num_connected == 0
-
-
-@pytest.mark.anyio
-async def test_agent_failing_to_meet_is_asked_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.02)
-    broken = Broken()
-    async with listing("tcp://10.0.0.1:1", broken=broken):
+        peers = PeerPreconnector(agent, config, directory, nothing)
+        peers.start()
         await until(lambda: len(broken.asked_at) == 5)
-
+        assert "ZeroDivisionError" in peers.view(peer).problem
+        assert peers.num_connected == 0
+        tasks.cancel_scope.cancel()
     first, *_, last = broken.asked_at
     assert last - first >= 0.02 + 0.04 + 0.08 + 0.16
 
 
-@pytest.mark.anyio
-async def test_agent_refusing_early_meeting_keeps_routes_of_fetches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def endpoint(agent: PrefillAgent) -> str:
+    return agent.runtime.agent.identity.peer_endpoint
+
+
+async def test_refused_connect_keeps_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.05)
-    (folder / "p").mkdir(mode=0o700)
-    (folder / "d").mkdir(mode=0o700)
-    async with prefill_agent(folder / "p") as source:
-        endpoint = source.runtime.agent.identity.peer_endpoint
-        async with decode_agent(folder / "d", peers=[endpoint]) as target:
-            both = Neighbours(source, target)
-            async with both.engines() as engines:
-                assert await works(*engines)
-                made = list(both.routes)
-                async with engine(target.config.attach_path):
-                    with capture_logs() as lines:
-                        await until(lambda: len(refused(lines)) > 3)
-
-                    assert list(both.routes) == made
-                    assert len(made) == 1
+    async with (
+        neighbours(folder, decode=lambda source: {"peers": [endpoint(source)]}) as both,
+        both.engines() as engines,
+    ):
+        assert await works(*engines)
+        made = list(both.routes)
+        async with engine(both.decode.config.attach_path):
+            with capture_logs() as lines:
+                await until(lambda: len(refused(lines)) > 3)
+            assert list(both.routes) == made
+            assert len(made) == 1
 
 
-@pytest.mark.anyio
-async def test_moved_listed_agent_is_met_at_new_address_of_its_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_moved_agent_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.05)
     told = ["127.0.0.9"]
     monkeypatch.setattr("kvbus.bus.connection.look_up_all", lambda _: told)
-    (folder / "p").mkdir(mode=0o700)
-    (folder / "d").mkdir(mode=0o700)
-    async with prefill_agent(folder / "p", shake_hands_ahead="anybody") as source:
-        port = source.runtime.agent.identity.peer_endpoint.rpartition(":")[2]
-        listed = {"peers": [f"tcp://prefill:{port}"], "request_timeout_s": 0.3}
-        async with decode_agent(folder / "d", **listed) as target:
-            both = Neighbours(source, target)
-            async with both.engines():
-                await until(lambda: both.service.view(f"tcp://prefill:{port}").problem)
-                told[:] = ["127.0.0.1"]
-                await until(lambda: len(list(both.routes)) == 1)
+
+    def named(source: PrefillAgent) -> str:
+        return f"tcp://prefill:{endpoint(source).rpartition(':')[2]}"
+
+    async with (
+        neighbours(
+            folder,
+            prefill={"shake_hands_ahead": "anybody"},
+            decode=lambda source: {"peers": [named(source)], "request_timeout_s": 0.3},
+        ) as both,
+        both.engines(),
+    ):
+        await until(lambda: both.service.view(named(both.prefill)).problem)
+        told[:] = ["127.0.0.1"]
+        await until(lambda: len(list(both.routes)) == 1)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "event missed"])
 async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
@@ -127,16 +102,12 @@ async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
     if not is_told:
         monkeypatch.setattr("kvbus_decode.peers.TOPICS", ("offer.sealed",))
         monkeypatch.setattr("kvbus_decode.route_book.IDLE_ROUTE_S", 0.001)
-    (folder / "p").mkdir(mode=0o700)
-    (folder / "d").mkdir(mode=0o700)
-    async with (
-        prefill_agent(folder / "p", mapped=False, late_read_s=0.1) as source,
-        decode_agent(folder / "d", path="direct") as target,
-    ):
-        both, processes = Neighbours(source, target), set[Any]()
-        async with engine(target.config.attach_path, seed=1) as reader:
+    settings = {"mapped": False, "late_read_s": 0.1}
+    async with neighbours(folder, prefill=settings, decode={"path": "direct"}) as both:
+        processes = set[Any]()
+        async with engine(both.decode.config.attach_path, seed=1) as reader:
             for _ in range(4):
-                async with engine(source.attach, seed=2) as read:
+                async with engine(both.prefill.attach, seed=2) as read:
                     assert await works(read, reader)
                     assert len(list(both.routes)) == 1
                     processes.update(both.processes())
@@ -145,7 +116,6 @@ async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
         await until(lambda: all(map(given_back, processes)))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("path", ["mapped", "direct"])
 async def test_state_of_lost_process_is_not_reused_when_it_answers(folder: Path, path: str) -> None:
     """A firewall may refuse connections in the name of an agent that lives."""
@@ -153,10 +123,8 @@ async def test_state_of_lost_process_is_not_reused_when_it_answers(folder: Path,
         assert await works(*engines)
         (route,) = both.routes
         lost, mapped, boot = route.home.remote, route.home.mapped, route.home.agent_boot
-
         lost.close("is gone")
         lost.close("is gone")
-
         assert list(both.routes) == []
         assert mapped is None or mapped.closed
         assert await works(*engines)
@@ -167,11 +135,8 @@ async def test_state_of_lost_process_is_not_reused_when_it_answers(folder: Path,
         assert found.home.remote.learned[path].num_observed == 1
 
 
-@pytest.mark.anyio
-async def test_process_elsewhere_does_not_take_over_nixl_agent_name(
-    folder: Path,
-) -> None:
-    """A name is no proof: who was met first under it is still read."""
+async def test_process_elsewhere_does_not_take_over_nixl_agent_name(folder: Path) -> None:
+    """A name is no proof: the process that had it first is still read."""
     (folder / "d").mkdir(mode=0o700)
     real, impostor = Data("peer/0000"), Data("peer/0000")
     try:
@@ -182,7 +147,6 @@ async def test_process_elsewhere_does_not_take_over_nixl_agent_name(
             known = await peers.add(theirs, ("tcp://10.0.0.1:1",), lambda _: {theirs})
             with capture_logs() as lines, pytest.raises(TransferFailed):
                 await peers.add(others, ("tcp://10.0.0.2:1",), lambda _: {others})
-
             assert known.memories == (theirs,)
             assert target.agent.data.knows(known.defined)
             assert [line for line in lines if line["event"] == "peer.renewed"] == []
@@ -192,7 +156,6 @@ async def test_process_elsewhere_does_not_take_over_nixl_agent_name(
 
 
 def nixl_memory(data: Data) -> NixlMemory:
-    """Memory that a data process has registered."""
     data.call(wire.OpenNixl())
     flat = FlatMemory.of(4, 4096)
     held = data.hold(1, flat)
@@ -216,16 +179,13 @@ EXTENTS = st.sets(PAIRS.map(lambda pair: (pair[0], pair[0] + pair[1])), max_size
 @given(EXTENTS, EXTENTS)
 @example({(0, 4)}, {(2, 6)})  # few random sets have one overlap alone, of which the later is known
 @example({(2, 6)}, {(0, 4)})
-def test_memory_misfits_if_it_overlaps_known_memory_and_differs(
-    here: set[Extent], known: set[Extent]
-) -> None:
+def test_memory_misfits_if_it_overlaps_and_differs(here: set[Extent], known: set[Extent]) -> None:
     overlaps = any(
         start < stop_known and start_known < stop and (start, stop) != (start_known, stop_known)
         for start, stop in here
         for start_known, stop_known in known
     )
     event(f"overlaps: {overlaps}")
-
     assert memory(here).misfits(known) == overlaps
 
 
@@ -233,6 +193,5 @@ def test_tens_of_thousands_of_segments_are_compared_with_as_many() -> None:
     """Pair by pair that would take many minutes."""
     here = {(2 * number, 2 * number + 1) for number in range(30_000)}
     known = {(2 * number + 1, 2 * number + 2) for number in range(30_000)}
-
     assert not memory(here).misfits(known)
     assert memory(here).misfits({*known, (60_000 - 2, 60_000)})

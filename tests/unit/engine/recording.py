@@ -1,7 +1,4 @@
-"""A connection that keeps what it would send, for tests of what the SDK asks an agent for.
-
-It has no agent: what one says is given by the test.
-"""
+"""A connection without an agent that keeps its requests; the test gives the answers."""
 
 import asyncio
 import logging
@@ -37,8 +34,6 @@ PATIENCE_S = 30.0
 
 
 class RecordedLife(AgentLife):
-    """That of an agent without processes, which ends when the test says so."""
-
     def end(self) -> None:
         self._end()
 
@@ -55,11 +50,7 @@ class Recording(Connection):
         self._unanswered: set[int] = set()
 
     def send(
-        self,
-        message: Request[Any],
-        on_reply: Callable[[Any], None],
-        *,
-        timeout_s: float = 0.0,
+        self, message: Request[Any], on_reply: Callable[[Any], None], *, timeout_s: float = 0.0
     ) -> None:
         if self.lost is not None:
             raise self.lost
@@ -86,13 +77,11 @@ class Recording(Connection):
         self.events.on_lost(error)
 
     def answer(self, fetched: Fetched) -> None:
-        """The agent says how a fetch has ended."""
         for message, on_reply in zip(self.sent, self.on_replies, strict=True):
             if isinstance(message, StartFetch) and message.fetch_id == fetched.fetch_id:
                 on_reply(fetched)
 
     def notice(self, message: Message) -> None:
-        """The agent says ``message``."""
         self.events.on_notice(Notice(message.op, 1, "boot", to_body(message)))
 
 
@@ -125,7 +114,6 @@ class RecordedFetches(Fetches):
             self.opened(connection)
 
     def fetch(self, **asked: Any) -> Fetch:
-        """As `Link.fetch` does."""
         state = self.new(**{"ticket": {}, "num_tokens": 0, "block_ids": {}, **asked})
         fetch = Fetch(self, state)
         self.state_of[fetch] = state
@@ -143,7 +131,6 @@ class RecordedOffers(Offers):
             self.opened(connection)
 
     def offer(self, num_tokens: int = 0, block_ids: Any = None, **asked: Any) -> Offer:
-        """As `Link.offer` does."""
         message = offer_message("r", num_tokens, block_ids or {}, **asked)
         assert message.sent_s is not None
         state = OfferState(runner(), message, message.sent_s + PATIENCE_S)
@@ -154,12 +141,10 @@ class RecordedOffers(Offers):
 
 
 def completed(fetch_id: str) -> Fetched:
-    """The answer to a fetch that completed."""
     return Fetched(fetch_id, "r", Outcome.COMPLETED, "completed", True)
 
 
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
-    """The answer to a fetch that failed while it read."""
     return Fetched(fetch_id, "r", Outcome.FAILED, "reading", blocks_free, "timeout", "too late")
 
 

@@ -1,4 +1,4 @@
-"""Tensors that an engine has, described by what their axes mean; what is no KV cache is refused."""
+"""Tensors of an engine, described by the meaning of their axes; others are refused."""
 
 from typing import Any
 
@@ -40,11 +40,9 @@ def assert_described(memory: RankMemory, views: dict[tuple[int, str], torch.Tens
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_tensor_of_all_layers_and_parts_is_described_by_axes(rank: int) -> None:
     tensor = numbered(2, BLOCKS, 2, 4, HEADS, 8)
-
     memory = describe_tensors(
         {"full": tensor}, "kv block layer token head dim", engine=ENGINE, rank=rank
     )
-
     assert {region.first_head for region in memory.rank.regions} == {2 * rank}
     parts = {"k": 0, "v": 1}
     views = {(layer, part): tensor[parts[part], :, layer] for layer, part in ALL}
@@ -52,14 +50,11 @@ def test_one_tensor_of_all_layers_and_parts_is_described_by_axes(rank: int) -> N
 
 
 def test_views_of_one_storage_are_found_whatever_their_strides() -> None:
-    """Of heads in front of tokens, with a gap behind each block; K and V by turns."""
     storage = numbered(BLOCKS, 2, 2, HEADS, 4, 9)[..., :8]
     views = {
         (layer, part): storage[:, layer, "kv".index(part)].transpose(1, 2) for layer, part in ALL
     }
-
     memory = describe_tensors(views, engine=ENGINE)
-
     assert_described(memory, views)
 
 
@@ -70,13 +65,9 @@ def test_state_may_have_any_dtype_and_its_axes_are_set_by_group() -> None:
         (2, "conv"): torch.zeros(3, 4, 3, dtype=torch.float16),
         ("state", "row"): torch.zeros(3, 1, 6, dtype=torch.float32),
     }
-
     memory = describe_tensors(
-        tensors,
-        {"full": "layer kv block token head dim", "state": "block head dim"},
-        engine=engine,
+        tensors, {"full": "layer kv block token head dim", "state": "block head dim"}, engine=engine
     )
-
     assert len(memory.storages) == 3
     assert [region.group for region in memory.rank.regions] == ["full", "state", "state"]
     memory.close()
@@ -114,12 +105,8 @@ K: dict[Any, torch.Tensor] = {place: torch.zeros(SHAPE, dtype=torch.float16) for
         "part",
     ],
 )
-def test_tensors_not_of_engine_cache_are_refused_before_any_move(
-    tensors: Any, axes: str | None, says: str
-) -> None:
+def test_tensors_of_no_cache_are_refused_unmoved(tensors: Any, axes: str | None, says: str) -> None:
     before = [tensor.data_ptr() for tensor in tensors.values()]
-
     with pytest.raises(GeometryError, match=says):
         describe_tensors(tensors, *([axes] if axes else []), engine=ENGINE)
-
     assert [tensor.data_ptr() for tensor in tensors.values()] == before

@@ -16,9 +16,7 @@ from kvbus.geometry import BlockTable, GroupSpec
 
 
 @given(num_blocks=st.integers(0, 40), seed=st.integers(), numbers=st.lists(st.integers(0, 12)))
-def test_every_block_is_free_or_with_one_owner(
-    num_blocks: int, seed: int, numbers: list[int]
-) -> None:
+def test_every_block_is_free_or_owned_once(num_blocks: int, seed: int, numbers: list[int]) -> None:
     async def run() -> None:
         random, pool = Random(seed), HostPool({"full": num_blocks})
         free, owned = set(range(num_blocks)), list[list[int]]()
@@ -46,7 +44,6 @@ def test_every_block_is_free_or_with_one_owner(
 async def test_a_request_gets_blocks_of_every_group_or_none() -> None:
     pool = HostPool({"full": 4, "small": 8})
     held = await pool.acquire({"full": 3, "small": 1})
-
     for wait_s in (0.0, 0.01):
         with pytest.raises(LocalError, match="the host buffer is full") as refused:
             await pool.acquire({"full": 2, "small": 2}, wait_s=wait_s)
@@ -54,7 +51,6 @@ async def test_a_request_gets_blocks_of_every_group_or_none() -> None:
         assert pool.num_held == 4
     with pytest.raises(GeometryError, match="make the host buffer larger"):
         await pool.acquire({"full": 5}, wait_s=60.0)
-
     pool.release(held)
     assert len((await pool.acquire({"full": 4}))["full"]) == 4
 
@@ -76,7 +72,6 @@ async def test_waiting_requests_get_blocks_in_their_order() -> None:
         with pytest.raises(LocalError, match="the host buffer is full"):
             await pool.acquire({"full": 1})
         pool.release(held)
-
     assert order == [4, 1, 2]
     assert pool.num_held == 0
 
@@ -86,15 +81,12 @@ async def test_free_blocks_are_not_released() -> None:
     pool = HostPool({"full": 4})
     held = await pool.acquire({"full": 2})
     pool.release(held)
-
     with pytest.raises(LocalError, match="some are free"):
         pool.release(held)
 
 
 @given(data=st.data(), size=st.integers(1, 5), first=st.integers(0, 3), num=st.integers(1, 9))
-def test_copies_have_exactly_the_positions_in_fewest_runs(
-    data: st.DataObject, size: int, first: int, num: int
-) -> None:
+def test_copies_are_the_fewest_runs(data: st.DataObject, size: int, first: int, num: int) -> None:
     group = GroupSpec("full", (0,), size, 1, 8, "bfloat16")
     device = data.draw(st.permutations(range(100, 100 + num)))
     host = sorted(data.draw(st.sets(st.integers(0, 15), min_size=num, max_size=num)))

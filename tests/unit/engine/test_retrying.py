@@ -1,4 +1,4 @@
-"""What the SDK asks an agent for: tables, refusals, agents that are busy, end, or are gone."""
+"""Requests of the SDK: tables, refusals, and agents that are busy, drain, or are gone."""
 
 import contextlib
 import gc
@@ -17,46 +17,17 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbus import errors, protocol
 from kvbus.engine import EndedQueue, Fetch, Offer
 from kvbus.engine.retrying import SILENT_S
-from kvbus.errors import (
-    AgentHungUp,
-    ClosedError,
-    ErrorCode,
-    GeometryError,
-    KVBusError,
-    LocalError,
-    PeerLost,
-    RequestRefused,
-    RequestTimeout,
-)
+from kvbus.errors import ErrorCode, KVBusError, PeerLost, RequestRefused, RequestTimeout
 from kvbus.geometry import BlockTable
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import (
-    CELLS_BYTES,
-    BlocksFreed,
-    CommitCell,
-    MakeOffer,
-    OfferMade,
-    Outcome,
-    Released,
-    commit_mark,
-)
+from kvbus.protocol import BlocksFreed, Outcome, Released
 from tests.support.agents import until
 from tests.support.engines import failure_of
-from tests.unit.engine.recording import (
-    FULL,
-    MADE,
-    SPEC,
-    WINDOW,
-    RecordedFetches,
-    RecordedOffers,
-    Recording,
-    busy,
-    completed,
-    draining,
-    failed,
-)
+from tests.unit.engine import recording
+from tests.unit.engine.recording import RecordedFetches, RecordedOffers, Recording, busy, failed
 from tests.unit.prefill.tickets import ticket_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(40)]
@@ -64,22 +35,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(40)]
 HINT_S = 0.05
 TIMEOUT_S = 0.2
 WITHIN_S = 30.0
-GONE, CLOSED = PeerLost("the agent is gone"), ClosedError("the session was closed")
-HUNG_UP = AgentHungUp("the agent hung up, and lives on")
-DRAINS, FREE = False, True
-"""What the home agent says of the blocks of a fetch that failed."""
+GONE, CLOSED = PeerLost("the agent is gone"), errors.ClosedError("the session was closed")
+HUNG_UP = errors.AgentHungUp("the agent hung up, and lives on")
+DRAINS, FREE, LATE = False, True, "late"  # how the home agent reports the blocks of a failed fetch
 
 
-# The tables of a fetch and of an offer
-
-
-def tables_of(
-    block_ids: dict[str, list[int]], *, num_tokens: int, first_token: int = 0
-) -> dict[str, BlockTable]:
-    fetch = RecordedFetches().new(
-        {}, num_tokens=num_tokens, first_token=first_token, block_ids=block_ids
-    )
-    return fetch.message.tables
+def tables_of(block_ids: dict[str, Any], **tokens: Any) -> dict[str, BlockTable]:
+    return RecordedFetches().new({}, block_ids=block_ids, **tokens).message.tables
 
 
 ALL = {"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]}
@@ -87,131 +49,90 @@ ALL = {"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]}
 
 def test_groups_may_be_left_out_and_all_if_nothing_is_wanted() -> None:
     some = tables_of({"full": [7, 3, 9], "state": [4]}, num_tokens=40)
-    nothing: list[dict[str, list[int]]] = [{}, {name: [] for name in ALL}]
-    none = [tables_of(ids, num_tokens=40, first_token=40) for ids in nothing]
-
     assert some == {"full": BlockTable.of([7, 3, 9]), "state": BlockTable.of([4])}
-    assert [list(map(len, tables.values())) for tables in none] == [3 * [0]] * 2
+    nothing: list[dict[str, Any]] = [{}, {name: [] for name in ALL}]
+    for ids in nothing:
+        none = tables_of(ids, num_tokens=40, first_token=40)
+        assert list(map(len, none.values())) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     "block_ids", [{"full2": [1]}, *({"full": ids} for ids in ([-1], [2**32], [0.5], [[1, 2]]))]
 )
-def test_unknown_groups_and_wrong_ids_are_refused_before_sending(
-    block_ids: dict[str, Any],
-) -> None:
-    arrays = {name: np.array(ids) for name, ids in block_ids.items()}
-
-    with pytest.raises(GeometryError):
-        RecordedFetches().new({}, num_tokens=16, block_ids=arrays)
+def test_unknown_groups_and_wrong_ids_are_refused_before_sending(block_ids: Any) -> None:
+    with pytest.raises(errors.GeometryError):
+        tables_of({name: np.array(ids) for name, ids in block_ids.items()}, num_tokens=16)
 
 
 @given(st.data())
-def test_fetch_tables_cover_exactly_positions_of_their_group(
-    data: st.DataObject,
-) -> None:
+def test_fetch_tables_cover_exactly_positions_of_their_group(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(0, 100))
     first_token = data.draw(st.integers(0, num_tokens))
-    first = {"full": first_token, "window": max(first_token, num_tokens - (WINDOW.window or 0))}
+    first = {
+        "full": first_token,
+        "window": max(first_token, num_tokens - (recording.WINDOW.window or 0)),
+    }
     blocks = {
         group.name: sorted({at // group.block_size for at in range(first[group.name], num_tokens)})
-        for group in (FULL, WINDOW)
+        for group in (recording.FULL, recording.WINDOW)
     } | {"state": [0] if num_tokens > first_token else []}
-
     tables = tables_of(blocks, num_tokens=num_tokens, first_token=first_token)
-
     for name, numbers in blocks.items():
         table = tables[name]
         assert table.array().tolist() == numbers
         assert [table.first_block + i for i in range(len(table))] == numbers
-    assert set(blocks) == {group.name for group in SPEC.groups}
+    assert set(blocks) == {group.name for group in recording.SPEC.groups}
 
 
 async def test_extensions_continue_each_table_even_one_starting_late() -> None:
-    connection = Recording()
-    offer = await RecordedOffers(connection).offer(
-        40, ALL, first_blocks={"window": 7}, sealed=False
-    )
-
+    connection, of = Recording(), BlockTable.of
+    offers = RecordedOffers(connection)
+    offer = await offers.offer(40, ALL, first_blocks={"window": 7}, sealed=False)
     await offer.extend(52, {"full": [8], "window": [6, 0]})
     await offer.extend(60, {"window": [3, 4]})
-
     assert [message.tables for message in connection.sent] == [
-        {
-            "full": BlockTable.of([7, 3, 9]),
-            "window": BlockTable.of([5, 1, 2], first_block=7),
-            "state": BlockTable.of([4]),
-        },
-        {
-            "full": BlockTable.of([8], first_block=3),
-            "window": BlockTable.of([6, 0], first_block=10),
-        },
-        {"window": BlockTable.of([3, 4], first_block=12)},
+        {"full": of([7, 3, 9]), "window": of([5, 1, 2], first_block=7), "state": of([4])},
+        {"full": of([8], first_block=3), "window": of([6, 0], first_block=10)},
+        {"window": of([3, 4], first_block=12)},
     ]
 
 
 async def test_offer_made_after_its_caller_was_cancelled_is_kept() -> None:
     connection = Recording(reply=None)
     offer = RecordedOffers(connection).offer(16, {"full": [7]})
-
-    async def wait() -> None:
+    with anyio.move_on_after(0):
         await offer
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
-        tasks.cancel_scope.cancel()
-
-    connection.on_replies[0](MADE)
-    connection.notice(Released(MADE.offer_id, "r", Outcome.EXPIRED))
-
+    connection.on_replies[0](recording.MADE)
+    connection.notice(Released(recording.MADE.offer_id, "r", Outcome.EXPIRED))
     assert offer.offer_id == "offer-1"
     assert await offer.ended is Outcome.EXPIRED
 
 
-# An agent that has no room
-
-
-@pytest.mark.parametrize(
-    "hint", [{}, *({"retry_after_s": hint_s} for hint_s in (HINT_S, math.nan, -1.0, 0.0))], ids=str
-)
-async def test_busy_fetch_is_asked_again_as_same_with_time_left(
-    hint: dict[str, float],
-) -> None:
-    """A hint that is none does not make a pause of no length."""
+@pytest.mark.parametrize("hint_s", [None, HINT_S, math.nan, -1.0, 0.0])
+async def test_busy_fetch_is_asked_again_as_same_with_time_left(hint_s: float | None) -> None:
     connection, began = Recording(reply=None), time.monotonic()
     fetch = RecordedFetches(connection).fetch(timeout_s=30.0)
-
-    connection.on_replies[0](busy(**hint))
-    sent_at_once = len(connection.sent)
+    connection.on_replies[0](busy() if hint_s is None else busy(retry_after_s=hint_s))
+    assert len(connection.sent) == 1
     await until(lambda: len(connection.sent) == 2)
     passed_s = time.monotonic() - began
-
     first, second = connection.sent
-    least_s = HINT_S if hint.get("retry_after_s") == HINT_S else 0.0
-    assert sent_at_once == 1
+    least_s = HINT_S if hint_s == HINT_S else 0.0
     assert (second.fetch_id, second.sent_s) == (first.fetch_id, first.sent_s)
     assert passed_s >= least_s
     assert second.timeout_s <= 30.0 - least_s
     assert fetch.notice is None
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        busy(retry_after_s=31.0),
-        busy(retry_after_s=math.inf),
-        RequestRefused("no", code=ErrorCode.INVALID),
-        RequestTimeout("no reply"),
-    ],
-    ids=["no time left", "never", "another code", "no reply"],
-)
+NO_TIME, NEVER = busy(retry_after_s=31.0), busy(retry_after_s=math.inf)
+INVALID = RequestRefused("no", code=ErrorCode.INVALID)
+
+
+@pytest.mark.parametrize("error", [NO_TIME, NEVER, INVALID, RequestTimeout("no reply")], ids=repr)
 async def test_what_need_not_be_asked_again_fails_at_once(error: KVBusError) -> None:
     connection = Recording(reply=None)
     fetch = RecordedFetches(connection).fetch(timeout_s=30.0)
-
     connection.on_replies[0](error)
-
     failure = await failure_of(fetch)
     assert failure.code == error.code
     assert failure.blocks_free is isinstance(error, RequestRefused), "else it may know of it"
@@ -223,46 +144,29 @@ async def test_fetch_cancelled_while_waiting_is_not_asked_again() -> None:
     fetches = RecordedFetches(connection)
     fetch = fetches.fetch()
     connection.on_replies[0](busy(retry_after_s=HINT_S))
-
-    await fetch.cancel()
-    await fetch.cancel()
+    for _ in range(2):
+        await fetch.cancel()
     failure = await failure_of(fetch)
     other = fetches.fetch()
     connection.on_replies[1](busy(retry_after_s=3 * HINT_S))
     await until(lambda: len(connection.sent) == 3)
-
     assert (failure.code, failure.stage) == (ErrorCode.CANCELLED, "requested")
     assert failure.blocks_free
     assert {message.fetch_id for message in connection.sent[1:]} == {other.fetch_id}
 
 
-async def offered(*replies: Any, lose: bool = False) -> str:
-    """How an offer ends that is answered like this, one answer to each time that it is asked."""
+async def test_an_offer_waits_for_room_unless_its_agent_is_gone() -> None:
     connection = Recording(reply=None)
     offers = RecordedOffers(connection, agent_wait_s=HINT_S)
-    offer = offers.offer()
-
-    def has_asked(times: int) -> bool:
-        return len(connection.on_replies) >= times
-
-    for number, reply in enumerate(replies):
-        await until(partial(has_asked, number + 1))
-        connection.on_replies[number](reply)
-    if lose:
-        connection.lose(GONE)
-    assert all(isinstance(message, MakeOffer) for message in connection.sent)
-    try:
-        return (await offer).offer_id
-    except KVBusError as error:
-        return str(error.code)
-
-
-async def test_an_offer_waits_for_room_unless_its_agent_is_gone() -> None:
-    assert await offered(busy(retry_after_s=HINT_S), MADE) == MADE.offer_id
-    assert await offered(busy(retry_after_s=14.0), lose=True) == ErrorCode.PEER_LOST
-
-
-# An agent that is gone
+    waits, lost = offers.offer(), offers.offer()
+    connection.on_replies[0](busy(retry_after_s=HINT_S))
+    connection.on_replies[1](busy(retry_after_s=14.0))
+    await until(lambda: len(connection.sent) == 3)
+    connection.on_replies[2](recording.MADE)
+    assert (await waits).offer_id == recording.MADE.offer_id
+    connection.lose(GONE)
+    with pytest.raises(PeerLost):
+        await lost
 
 
 def fetching(has_remote_ranks: bool) -> tuple[Recording, Fetch]:
@@ -271,30 +175,30 @@ def fetching(has_remote_ranks: bool) -> tuple[Recording, Fetch]:
     return connection, fetches.fetch(timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize(
-    ("has_remote_ranks", "notices", "error", "stage", "blocks_free"),
-    [
-        (False, [], GONE, "lost", True),
-        (False, [], CLOSED, "lost", False),
-        (True, [], GONE, "lost", False),
-        (True, [], CLOSED, "lost", False),
-        (False, [DRAINS], CLOSED, "reading", False),
-        (True, [DRAINS], GONE, "reading", False),
-        (True, [DRAINS], CLOSED, "reading", False),
-        (True, [FREE], GONE, "reading", True),
-    ],
-)
+# fmt: off
+ENDS = [
+    (False, [], GONE, "lost", True), (False, [], CLOSED, "lost", False),
+    (True, [], GONE, "lost", False), (True, [], CLOSED, "lost", False),
+    (False, [DRAINS], CLOSED, "reading", False), (True, [DRAINS], GONE, "reading", False),
+    (True, [DRAINS], CLOSED, "reading", False), (True, [FREE], GONE, "reading", True),
+    (True, [DRAINS, LATE], GONE, "reading", True),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("has_remote_ranks", "notices", "error", "stage", "blocks_free"), ENDS)
 async def test_blocks_open_to_late_writes_are_never_reported_free(
     has_remote_ranks: bool, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
 ) -> None:
     connection, fetch = fetching(has_remote_ranks)
-    for blocks_were_free in notices:
-        connection.answer(failed(fetch.fetch_id, blocks_free=blocks_were_free))
-
+    for notice in notices:
+        if notice is LATE:
+            connection.notice(BlocksFreed(fetch.fetch_id))
+        else:
+            connection.answer(failed(fetch.fetch_id, blocks_free=notice))
     connection.lose(error)
-
     failure = await failure_of(fetch)
-    assert (failure.stage, failure.blocks_free) == (stage, blocks_free)
+    assert (failure.stage, failure.blocks_free) == (stage, blocks_free and LATE not in notices)
     if blocks_free:
         await fetch.freed
     else:
@@ -302,31 +206,16 @@ async def test_blocks_open_to_late_writes_are_never_reported_free(
             await fetch.freed
 
 
-async def test_blocks_freed_late_by_home_stay_free_after_home_ends() -> None:
-    connection, fetch = fetching(True)
-    connection.answer(failed(fetch.fetch_id, blocks_free=False))
-    connection.notice(BlocksFreed(fetch.fetch_id))
-
-    connection.lose(GONE)
-
-    await fetch.freed
-
-
 async def test_report_between_end_of_writes_and_note_is_only_one() -> None:
     connection, queue = Recording(), EndedQueue[Fetch]()
     fetches = RecordedFetches(connection)
     fetch = fetches.fetch()
-    fetches.state_of[fetch].on_end = lambda: queue.note(fetch)
     reported: list[Fetch] = []
+    fetches.state_of[fetch].on_end = lambda: queue.note(fetch)
     fetch.freed.then(lambda: reported.extend(queue.take()))
     connection.answer(failed(fetch.fetch_id, blocks_free=False))
     connection.notice(BlocksFreed(fetch.fetch_id))
-
-    assert (reported, queue.take()) == ([fetch], [])
-    assert fetch.are_blocks_free
-
-
-# The next agent
+    assert (reported, queue.take(), fetch.are_blocks_free) == ([fetch], [], True)
 
 
 @pytest.mark.parametrize("how", ["draining", "unanswered", "lost"])
@@ -337,13 +226,11 @@ async def test_fetch_not_begun_by_its_agent_goes_on_with_next_agent(how: str) ->
         old.lose(GONE)
     fetch = fetches.fetch()
     if how == "draining":
-        old.on_replies[0](draining())
-        old.lose(GONE)
-    elif how == "unanswered":
+        old.on_replies[0](recording.draining())
+    if how != "lost":
         old.lose(GONE)
     fetches.opened(new)
     new.answer(failed(fetch.fetch_id, blocks_free=True))
-
     assert [one.fetch_id for one in new.sent] == [fetch.fetch_id]
     assert fetch.notice == failed(fetch.fetch_id, blocks_free=True)
 
@@ -359,8 +246,7 @@ async def test_fetch_is_repeated_once_all_agent_processes_have_ended(num_lost: i
         fetches.opened(following)
         sent_early += following.sent
         lost.life.end()
-    connections[-1].answer(completed(fetch.fetch_id))
-
+    connections[-1].answer(recording.completed(fetch.fetch_id))
     asked = [one for connection in connections for one in connection.sent]
     assert sent_early == []
     assert [one.repeated for one in asked] == list(range(num_lost + 1))
@@ -370,25 +256,20 @@ async def test_fetch_is_repeated_once_all_agent_processes_have_ended(num_lost: i
     assert fetch.are_blocks_free
 
 
-@pytest.mark.parametrize("how", ["cancelled", "overdue"])
-async def test_fetch_ended_without_agent_frees_blocks_after_processes(
-    how: str,
-) -> None:
+@pytest.mark.parametrize("code", [ErrorCode.CANCELLED, ErrorCode.PEER_LOST])
+async def test_fetch_ended_without_agent_frees_blocks_after_processes(code: ErrorCode) -> None:
     lost, following = Recording(), Recording()
-    fetches = RecordedFetches(lost)
-    fetch = fetches.fetch(timeout_s=WITHIN_S if how == "cancelled" else TIMEOUT_S)
+    fetches, is_cancelled = RecordedFetches(lost), code is ErrorCode.CANCELLED
+    fetch = fetches.fetch(timeout_s=WITHIN_S if is_cancelled else TIMEOUT_S)
     lost.lose(HUNG_UP)
     fetches.opened(following)
-    if how == "cancelled":
+    if is_cancelled:
         await fetch.cancel()
     failure = await failure_of(fetch)
-    free_early = fetch.freed.done()
+    assert not fetch.freed.done()
     lost.life.end()
     await fetch.freed
-
-    assert failure.stage == "lost"
-    assert failure.code == (ErrorCode.CANCELLED if how == "cancelled" else ErrorCode.PEER_LOST)
-    assert (failure.blocks_free, free_early) == (False, False)
+    assert (failure.stage, failure.code, failure.blocks_free) == ("lost", code, False)
     assert following.sent == []
 
 
@@ -398,9 +279,8 @@ async def test_blocks_are_in_doubt_if_link_closes_while_process_lives() -> None:
     fetch = fetches.fetch()
     connection.lose(HUNG_UP)
     fetches.closed()
-
     assert not (await failure_of(fetch)).blocks_free
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         await fetch.freed
 
 
@@ -414,9 +294,8 @@ async def test_repeated_fetch_waits_for_room_and_for_next_agent() -> None:
     await until(lambda: len(full.sent) == 2)
     full.lose(GONE)
     fetches.opened(ending)
-    ending.on_replies[0](draining())
+    ending.on_replies[0](recording.draining())
     fetches.opened(last)
-
     asked = [*full.sent, *ending.sent, *last.sent]
     assert [one.repeated for one in asked] == [1, 1, 2, 2]
     assert fetch.notice is None
@@ -428,18 +307,20 @@ async def test_fetch_waiting_for_next_agent_ends_once_with_free_blocks(how: str)
     agent_wait_s = 0.01 if how == "no next agent" else WITHIN_S
     fetches = RecordedFetches(connection, agent_wait_s=agent_wait_s)
     fetch = fetches.fetch()
-    connection.on_replies[0](draining())
+    connection.on_replies[0](recording.draining())
     if how == "cancelled":
         await fetch.cancel()
     elif how == "closed":
         connection.lose(CLOSED)
         fetches.closed()
     await fetch.freed
-
-    assert fetch.notice is not None
-    assert fetch.notice.blocks_free
-    assert fetch.notice.outcome == ("cancelled" if how == "cancelled" else "failed")
-    assert fetch.notice.code == ("cancelled" if how == "cancelled" else "draining")
+    ended = fetch.notice
+    assert ended is not None
+    assert ended.blocks_free
+    cancelled = "cancelled", "cancelled"
+    assert (ended.outcome, ended.code) == (
+        cancelled if how == "cancelled" else ("failed", "draining")
+    )
 
 
 async def test_an_agent_that_was_lost_long_ago_is_not_waited_for() -> None:
@@ -447,14 +328,11 @@ async def test_an_agent_that_was_lost_long_ago_is_not_waited_for() -> None:
     fetches = RecordedFetches(connection, agent_wait_s=HINT_S)
     connection.lose(GONE)
     early = fetches.fetch()
-    has_waited = early.notice is None
+    assert early.notice is None
     await early.freed
-    late = fetches.fetch()
-
-    assert has_waited
-    assert late.notice is not None
-    assert early.notice is not None
-    assert late.notice.code == early.notice.code == ErrorCode.PEER_LOST
+    for fetch in (early, fetches.fetch()):
+        assert fetch.notice is not None
+        assert fetch.notice.code == ErrorCode.PEER_LOST
 
 
 @pytest.mark.parametrize("how", ["draining", "lost"])
@@ -463,15 +341,11 @@ async def test_offer_not_made_by_its_agent_is_made_by_next_agent(how: str) -> No
     offers = RecordedOffers(first)
     offer = offers.offer()
     if how == "draining":
-        first.on_replies[0](draining())
+        first.on_replies[0](recording.draining())
     first.lose(GONE)
     offers.opened(second)
-
-    assert (await offer).offer_id == MADE.offer_id
+    assert (await offer).offer_id == recording.MADE.offer_id
     assert [one.request_id for one in (*first.sent, *second.sent)] == ["r", "r"]
-
-
-# Offers that outlive their agent
 
 
 async def made_at(connection: Recording, **asked: Any) -> tuple[RecordedOffers, Offer]:
@@ -487,19 +361,15 @@ async def test_offer_is_published_again_in_current_state_and_goes_on() -> None:
     offers, offer = await made_at(first, ttl_s=60.0)
     lost = offer.extend(32, {"full": [3]})
     first.lose(GONE)
-    while_away = [offer.extend(48, {"full": [9]}), offer.seal()]
+    calls = [lost, offer.extend(48, {"full": [9]}), offer.seal()]
     ticket = offer.ticket
     await checkpoint()
-    opened_at = len(first.sent)
+    assert len(first.sent) == 2
     offers.opened(second)
-    for one in (lost, *while_away):
+    for one in (*calls, offer.withdraw()):
         await one
-    behind = offer.withdraw()
-    await behind
     second.notice(Released(offer.offer_id, "r", Outcome.WITHDRAWN))
-
     made, again = first.sent[0], second.sent[0]
-    assert opened_at == 2
     assert (again.offer_id, again.secret) == (made.offer_id, made.secret)
     assert (again.num_tokens, again.sealed, again.cell) == (48, True, 0)
     assert again.tables == {"full": BlockTable.of([7, 3, 9])}
@@ -509,23 +379,8 @@ async def test_offer_is_published_again_in_current_state_and_goes_on() -> None:
     assert await offer.ended is Outcome.WITHDRAWN
 
 
-async def test_offer_withdrawn_without_agent_ends_at_once_for_good() -> None:
-    first, second = Recording(), Recording()
-    offers, offer = await made_at(first)
-    first.lose(GONE)
-    await offer.withdraw()
-    had_ended = offer.ended.done()
-    offers.opened(second)
-
-    assert had_ended
-    assert offer.outcome is Outcome.WITHDRAWN
-    assert second.sent == []
-
-
 @pytest.mark.parametrize("then", ["made", "refused", "lost"])
-async def test_offer_next_agent_may_have_ends_only_when_this_is_known(
-    then: str,
-) -> None:
+async def test_offer_next_agent_may_have_ends_only_when_this_is_known(then: str) -> None:
     """Its reader may get a yes there, for bytes that must not be written until then."""
     first, second, third = Recording(), Recording(reply=None), Recording()
     offers, offer = await made_at(first)
@@ -535,78 +390,67 @@ async def test_offer_next_agent_may_have_ends_only_when_this_is_known(
     await anyio.sleep(2 * HINT_S)
     ended_early = offer.ended.done()
     if then == "made":
-        second.on_replies[0](MADE)
-        second.notice(Released(MADE.offer_id, "r", Outcome.WITHDRAWN))
+        second.on_replies[0](recording.MADE)
+        second.notice(Released(recording.MADE.offer_id, "r", Outcome.WITHDRAWN))
     elif then == "refused":
         second.on_replies[0](RequestRefused("no", code=ErrorCode.GEOMETRY))
     else:
         second.lose(GONE)
     await until(offer.ended.done)
     offers.opened(third)
-
     assert not ended_early
     assert third.sent == []
 
 
-async def test_offer_without_agent_expires_after_ttl_and_agent_wait() -> None:
-    first, second = Recording(), Recording()
-    offers, offer = await made_at(first)
-    offers.state_of[offer].expires_at = 0.0
-    first.lose(GONE)
-    had_ended = offer.ended.done()
-    outcome = await offer.ended
-    offers.opened(second)
-
-    assert not had_ended
-    assert outcome is Outcome.EXPIRED
-    assert second.sent == []
-
-
-async def test_an_offer_in_memory_that_was_replaced_is_lost() -> None:
+@pytest.mark.parametrize("how", ["withdrawn", "expired", "replaced"])
+async def test_offer_without_agent_expires_after_ttl_and_agent_wait(how: str) -> None:
+    """A withdrawal or replaced memory ends it at once."""
     first, second = Recording(), Recording()
     offers, offer = await made_at(first)
     offers.check_memory("one")
+    if how == "expired":
+        offers.state_of[offer].expires_at = 0.0
     first.lose(GONE)
     offers.check_memory("one")
-    had_ended = offer.ended.done()
-    offers.check_memory("another")
+    assert not offer.ended.done()
+    if how == "withdrawn":
+        await offer.withdraw()
+    elif how == "replaced":
+        offers.check_memory("another")
+    assert offer.ended.done() is (how != "expired")
+    if how == "replaced":
+        with pytest.raises(errors.LocalError, match="other memory"):
+            await offer.ended
+    else:
+        assert await offer.ended == how
     offers.opened(second)
-
-    assert not had_ended
-    with pytest.raises(LocalError, match="other memory"):
-        await offer.ended
     assert second.sent == []
 
 
-def offer_with_cell(
-    offers: RecordedOffers, first: Recording, page: SharedSegment
-) -> tuple[Offer, MakeOffer, CommitCell]:
-    """Return an offer that the first agent has made, its request, and its word, which is open."""
-    offer = offers.offer(16, {"full": [7]})
-    asked = first.sent[0]
-    ticket = ticket_for(asked, asked.offer_id, asked.secret)
-    word = CommitCell(page.swap, msgspec.structs.replace(ticket, cell=asked.cell))
-    word.open(asked.cell)
-    first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
-    return offer, asked, word
-
-
-async def test_commit_unreported_by_lost_agent_is_found_in_cell() -> None:
-    """It is never offered again, and the next agent is told of it."""
+@pytest.mark.parametrize("is_committed", [True, False])
+async def test_commit_unreported_by_lost_agent_is_found_in_cell(is_committed: bool) -> None:
+    """The next agent is notified of it, and does not offer it; without one no reader commits."""
     first, second = Recording(reply=None), Recording()
-    with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
+    with contextlib.closing(SharedSegment(protocol.CELLS_BYTES)) as page:
         offers = RecordedOffers(first, cells=page)
-        offer, asked, word = offer_with_cell(offers, first, page)
-        assert word.commit("a token")
+        offer = offers.offer(16, {"full": [7]})
+        asked = first.sent[0]
+        ticket = ticket_for(asked, asked.offer_id, asked.secret)
+        cell = protocol.CommitCell(page.swap, msgspec.structs.replace(ticket, cell=asked.cell))
+        cell.open(asked.cell)
+        first.on_replies[0](protocol.OfferMade(asked.offer_id, ticket.to_json()))
+        assert not is_committed or cell.commit("a token")
         first.lose(GONE)
-        had_ended = offer.outcome
+        if not is_committed:
+            assert not cell.commit("a token")
+            await offer.withdraw()
+            return
+        assert offer.outcome is Outcome.COMPLETED
         offers.opened(second)
-
-        assert had_ended is Outcome.COMPLETED
         assert second.sent == []
         (ended,) = offers.ended_lately()
         assert (ended.offer_id, ended.secret) == (asked.offer_id, asked.secret)
-        assert ended.commits == (commit_mark(asked.secret or "", "a token"),)
+        assert ended.commits == (protocol.commit_mark(asked.secret or "", "a token"),)
 
 
 async def test_call_of_offer_ended_before_agent_loss_does_not_fail() -> None:
@@ -614,24 +458,12 @@ async def test_call_of_offer_ended_before_agent_loss_does_not_fail() -> None:
     offers = RecordedOffers(first)
     offer = offers.offer(16, {"full": [7]})
     asked = first.sent[0]
-    first.on_replies[0](OfferMade(asked.offer_id, {}))
+    first.on_replies[0](protocol.OfferMade(asked.offer_id, {}))
     withdrawn = offer.withdraw()
     first.notice(Released(asked.offer_id, "r", Outcome.COMPLETED))
     first.lose(GONE)
-
     await withdrawn
     assert offer.outcome is Outcome.COMPLETED
-
-
-async def test_no_reader_commits_offer_by_cell_once_agent_is_lost() -> None:
-    first = Recording(reply=None)
-    with contextlib.closing(SharedSegment(CELLS_BYTES)) as page:
-        offers = RecordedOffers(first, cells=page)
-        offer, _, word = offer_with_cell(offers, first, page)
-        first.lose(GONE)
-
-        assert not word.commit("a token")
-        await offer.withdraw()
 
 
 async def test_ended_and_reported_offer_and_fetch_are_freed_without_gc() -> None:
@@ -645,12 +477,11 @@ async def test_ended_and_reported_offer_and_fetch_are_freed_without_gc() -> None
         offer.ended.add_callback(partial(heard.append, offer.request_id))
         offer.ended.add_callback(offer.seal)
         fetch.ended.add_callback(partial(fetch.cancel, release_offer=False))
-        offers_at.notice(Released(MADE.offer_id, "r", Outcome.COMPLETED))
+        offers_at.notice(Released(recording.MADE.offer_id, "r", Outcome.COMPLETED))
         fetches_at.answer(failed(fetch.fetch_id, blocks_free=True))
         for connection in (offers_at, fetches_at):
             connection.on_replies.clear()
         del offer, fetch
-
         assert [one() for one in gone] == [None, None]
     finally:
         gc.enable()
@@ -658,15 +489,12 @@ async def test_ended_and_reported_offer_and_fetch_are_freed_without_gc() -> None
 
 
 @pytest.mark.parametrize("then", ["made", "refused", "gone"])
-async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
-    then: str,
-) -> None:
+async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(then: str) -> None:
     stopped, following = Recording(reply=None), Recording()
     offers = RecordedOffers(stopped)
     offer = offers.offer()
     offers.state_of[offer].retry_until = 0.0
     seals = offer.seal()
-
     for _ in range(2):
         offers.on_silence(SILENT_S)
     for later in (offer.made, seals):
@@ -674,13 +502,12 @@ async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
             await later
     had_ended = offer.ended.done()
     if then == "made":
-        stopped.on_replies[0](MADE)
-        stopped.notice(Released(MADE.offer_id, "r", Outcome.WITHDRAWN))
+        stopped.on_replies[0](recording.MADE)
+        stopped.notice(Released(recording.MADE.offer_id, "r", Outcome.WITHDRAWN))
     elif then == "refused":
-        stopped.on_replies[0](draining())
+        stopped.on_replies[0](recording.draining())
     stopped.lose(GONE)
     offers.opened(following)
-
     assert not had_ended
     assert offer.ended.done()
     assert [message.op for message in stopped.sent[1:]] == ["withdraw"] * (then == "made")
@@ -691,43 +518,27 @@ async def test_offer_stopped_agent_may_make_yet_fails_before_it_ends(
 async def test_without_a_next_agent_what_is_asked_fails_at_once(is_closed: bool) -> None:
     offers, fetches = RecordedOffers(), RecordedFetches()
     if is_closed:
-        connections = Recording(), Recording()
-        offers.opened(connections[0])
-        fetches.opened(connections[1])
-        for connection in connections:
+        for calls in (offers, fetches):
+            connection = Recording()
+            calls.opened(connection)
             connection.lose(CLOSED)
-        offers.closed()
-        fetches.closed()
+            calls.closed()
     offer, fetch = offers.offer(), fetches.fetch()
-
-    assert isinstance(offer.ended.exception(), ClosedError)
-    assert (fetch.notice is not None and fetch.notice.code, fetch.are_blocks_free) == (
-        ErrorCode.CLOSED,
-        True,
-    )
+    assert isinstance(offer.ended.exception(), errors.ClosedError)
+    assert fetch.notice is not None
+    assert (fetch.notice.code, fetch.are_blocks_free) == (ErrorCode.CLOSED, True)
 
 
-async def test_fetch_cancelled_at_gone_agent_is_released_by_next_agent() -> None:
+@pytest.mark.parametrize("is_completed", [False, True])
+async def test_fetch_cancelled_at_gone_agent_is_released_by_next_agent(is_completed: bool) -> None:
     old, new = Recording(), Recording()
-    fetches = RecordedFetches(old)
-    fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
+    fetches, ticket = RecordedFetches(old), {"request_id": "r", "num_tokens": 3}
+    fetch = fetches.fetch(ticket=ticket)
+    if is_completed:
+        old.answer(recording.completed(fetch.fetch_id))
     old.lose(GONE)
     await fetch.cancel(release_offer=True)
     await fetch.freed
     fetches.opened(new)
-
-    assert [(one.ticket, one.first_token, one.num_tokens) for one in new.sent] == [
-        ({"request_id": "r", "num_tokens": 3}, 3, 3)
-    ]
-
-
-async def test_completed_fetch_releases_nothing_when_agent_is_gone() -> None:
-    old, new = Recording(), Recording()
-    fetches = RecordedFetches(old)
-    fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
-    old.answer(completed(fetch.fetch_id))
-    old.lose(GONE)
-    await fetch.cancel(release_offer=True)
-    fetches.opened(new)
-
-    assert not new.sent
+    sent = [(one.ticket, one.first_token, one.num_tokens) for one in new.sent]
+    assert sent == ([] if is_completed else [(ticket, 3, 3)])

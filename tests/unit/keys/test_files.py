@@ -3,7 +3,9 @@
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +62,8 @@ def test_a_wrong_key_file_is_refused_by_name_without_its_secret(secret: Path, wh
     text, mode, message = WRONG[why]
     secret.write_text(text)
     secret.chmod(mode)
-
     with pytest.raises(ConfigError, match=message) as refused:
         read_secret(secret)
-
     assert str(secret) in refused.value.message
     assert PAIR.secret not in refused.value.message
 
@@ -82,13 +82,10 @@ def test_a_wrong_key_file_is_refused_by_name_without_its_secret(secret: Path, wh
     ],
     ids=["empty", "comment", "word", "key", "role", "half", "spaces", "no text"],
 )
-def test_a_line_that_trusts_nobody_leaves_the_trust_of_others(
-    trusted: TrustedKeys, line: str, problem: str
-) -> None:
+def test_wrong_line_leaves_trust_of_others(trusted: TrustedKeys, line: str, problem: str) -> None:
     with trusted.path.open("a") as file:
         file.write(line)
     write_trusted(trusted.path, TrustedKey("right", OTHER.public, DECODE))
-
     assert trusted.refresh() == frozenset()
     assert trusted.roles_of(OTHER.public) == trusted.roles_of(PAIR.public) == DECODE
     assert problem in " ".join(trusted.problems)
@@ -97,52 +94,49 @@ def test_a_line_that_trusts_nobody_leaves_the_trust_of_others(
 
 def test_a_file_that_others_could_change_is_not_trusted(trusted: TrustedKeys) -> None:
     trusted.path.chmod(0o666)
-
     trusted.refresh()
-
     assert trusted.roles_of(PAIR.public) == NOBODY
     assert f"chmod go-w {trusted.path}" in trusted.problems[0]
 
 
-def test_missing_file_trusts_no_key_until_it_comes_back(
-    trusted: TrustedKeys,
-) -> None:
+def test_missing_file_trusts_no_key_until_it_comes_back(trusted: TrustedKeys) -> None:
     away = trusted.path.with_name("away")
     trusted.path.rename(away)
-    gone = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
-    again = trusted.refresh()
+    assert (trusted.refresh(), trusted.roles_of(PAIR.public)) == (LOST, NOBODY)
+    assert "nobody is trusted" in trusted.problems[0]
+    assert trusted.refresh() is None
     away.rename(trusted.path)
-    back = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
+    assert (trusted.refresh(), trusted.roles_of(PAIR.public)) == (frozenset(), DECODE)
+    assert trusted.problems == ()
 
-    assert gone[:2] == (LOST, NOBODY)
-    assert "nobody is trusted" in gone[2][0]
-    assert again is None
-    assert back == (frozenset(), DECODE, ())
+
+@contextmanager
+def limited(limit: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["other.key", "trusted"])
-def test_write_on_full_disk_changes_nothing_and_works_later(
-    trusted: TrustedKeys, name: str
-) -> None:
-    path = trusted.path.with_name(name)
-    one = TrustedKey("decode-1", OTHER.public, DECODE)
+def test_write_on_full_disk_changes_nothing(trusted: TrustedKeys, name: str) -> None:
+    path, one = trusted.path.with_name(name), TrustedKey("decode-1", OTHER.public, DECODE)
     write = (
-        partial(write_secret, path, OTHER)
-        if name != "trusted"
-        else partial(write_trusted, path, one)
+        partial(write_trusted, path, one)
+        if name == "trusted"
+        else partial(write_secret, path, OTHER)
     )
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = {file.name: file.read_text() for file in path.parent.iterdir()}
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
-        with pytest.raises(ConfigError, match="cannot write"):
-            write()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    left = {file.name: file.read_text() for file in path.parent.iterdir()}
+    before = contents(path.parent)
+    with limited(resource.RLIMIT_FSIZE, 8), pytest.raises(ConfigError, match="cannot write"):
+        write()
+    assert contents(path.parent) == before
     write()
-
-    assert left == before
     assert OTHER.public in path.read_text()
 
 
@@ -163,12 +157,10 @@ else:
 @pytest.mark.parametrize("key", ["decode-0", OTHER.public], ids=["revoke", "trust"])
 def test_a_writer_that_is_killed_changes_nothing(trusted: TrustedKeys, key: str) -> None:
     before = trusted.path.read_text()
-
     killed = subprocess.run([sys.executable, "-c", KILLED, trusted.path, key], check=False)
     after = trusted.path.read_text()
     write_trusted(trusted.path, TrustedKey("decode-2", OTHER.public, DECODE))
     revoked = revoke_trusted(trusted.path, "decode-0")
-
     assert (killed.returncode, after) == (9, before)
     assert [one.name for one in revoked] == ["decode-0"]
     assert trusted.path.read_text().split()[0] == "decode-2"
@@ -185,34 +177,24 @@ def test_writers_at_the_same_time_lose_no_key(trusted: TrustedKeys) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(trust, names))
     trusted.refresh()
-
     assert {one.name for one in trusted} == {"decode-0", *names[1::2]}
 
 
 def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKeys) -> None:
     trusted.path.touch()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    with limited(resource.RLIMIT_NOFILE, 0):
         lost = trusted.refresh()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
     assert lost is None
     assert trusted.roles_of(PAIR.public) == DECODE
 
 
 def test_a_key_in_two_lines_has_the_roles_of_both_until_one_goes(trusted: TrustedKeys) -> None:
     write_trusted(trusted.path, TrustedKey("again", PAIR.public, frozenset((Role.ROUTER,))))
-    came = trusted.refresh()
-    both = trusted.roles_of(PAIR.public)
-    seen = trusted.refresh()
+    assert trusted.refresh() == frozenset()
+    assert trusted.roles_of(PAIR.public) == {Role.DECODE, Role.ROUTER}
+    assert trusted.refresh() is None
     revoke_trusted(trusted.path, "again")
-    lost = trusted.refresh()
-
-    assert (came, seen, lost) == (frozenset(), None, LOST)
-    assert both == {Role.DECODE, Role.ROUTER}
-    assert trusted.roles_of(PAIR.public) == DECODE
+    assert (trusted.refresh(), trusted.roles_of(PAIR.public)) == (LOST, DECODE)
 
 
 def test_an_edit_in_place_is_seen(trusted: TrustedKeys) -> None:
@@ -220,23 +202,17 @@ def test_an_edit_in_place_is_seen(trusted: TrustedKeys) -> None:
         text = file.read().replace("  decode", "  router")
         file.seek(0)
         file.write(text)
-
     assert trusted.refresh() == LOST
 
 
-def test_revoke_keeps_other_lines_and_readers_see_no_half_file(
-    trusted: TrustedKeys,
-) -> None:
-    """Who has the file open goes on with what it was."""
+def test_revoke_keeps_other_lines_and_readers_see_no_half_file(trusted: TrustedKeys) -> None:
     others = f"# ours\n\nwrong\nrouter  router  {OTHER.public}\n"
     with trusted.path.open("a") as file:
         file.write(others)
     before = trusted.path.read_text()
-
     with trusted.path.open() as opened:
         revoked = revoke_trusted(trusted.path, PAIR.public)
         still_read = opened.read()
-
     assert [one.name for one in revoked] == ["decode-0"]
     assert (still_read, trusted.path.read_text()) == (before, others)
     assert revoke_trusted(trusted.path, "decode-0") == []
@@ -244,7 +220,7 @@ def test_revoke_keeps_other_lines_and_readers_see_no_half_file(
 
 @pytest.mark.parametrize("of_the_file", [True, False])
 def test_a_link_that_leads_elsewhere_now_is_seen(tmp_path: Path, of_the_file: bool) -> None:
-    """That of the file, or, as the kubelet replaces a config map, one in the way to it."""
+    """The kubelet replaces a link in the path to a config map."""
     for version, pair in (("..1", PAIR), ("..2", OTHER)):
         write_trusted(tmp_path / version / "trusted", TrustedKey("d", pair.public, DECODE))
     target = "{}/trusted" if of_the_file else "{}"
@@ -252,9 +228,7 @@ def test_a_link_that_leads_elsewhere_now_is_seen(tmp_path: Path, of_the_file: bo
     link.symlink_to(target.format("..1"))
     keys = TrustedKeys(link if of_the_file else link / "trusted")
     before = keys.roles_of(PAIR.public)
-
     (tmp_path / "..data_tmp").symlink_to(target.format("..2"))
     (tmp_path / "..data_tmp").rename(link)
-
     assert before == DECODE
     assert keys.refresh() == LOST

@@ -1,7 +1,4 @@
-"""Keys as Kubernetes mounts them: files of root lent to a group, which cannot be changed.
-
-Another user reads what root has mounted, in a mount namespace of their own.
-"""
+"""Keys as Kubernetes mounts them: files of root lent to a group, in a read-only mount."""
 
 import os
 import shutil
@@ -43,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def fill(folder: Path, mode: int) -> None:
-    """With the files of a volume, as the kubelet writes them for a group of UID."""
+    """Write the files of a volume as the kubelet does for a group of UID."""
     pair = new_key_pair()
     write_secret(folder / "agent.key", pair)
     (folder / "ticket.key").write_bytes(os.urandom(32).hex().encode())
@@ -59,14 +56,8 @@ def read_as_other_user(folder: Path, *, options: str) -> list[str]:
     """What a user other than root finds there, mounted with these options."""
     mount = f"mount --bind {folder} {folder} && mount -o remount,bind,{options} {folder}"
     command = f'{mount} && exec "$0" -c "$1" {folder} {UID}'
-    ended = subprocess.run(
-        [str(UNSHARE), "--mount", "bash", "-c", command, sys.executable, READ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
-    return ended.stdout.splitlines()
+    unshared = [str(UNSHARE), "--mount", "bash", "-c", command, sys.executable, READ]
+    return subprocess.check_output(unshared, text=True, timeout=50).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -82,8 +73,6 @@ def test_mounted_file_is_read_unless_others_could_read_or_write(
     folder: Path, options: str, mode: int, trusted: str, secrets: list[str]
 ) -> None:
     fill(folder, mode)
-
     lines = read_as_other_user(folder, options=options)
-
     for line, said in zip(lines, [trusted, *secrets], strict=True):
         assert said in line

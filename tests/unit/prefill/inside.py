@@ -34,7 +34,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def given_back(process: EngineProcess) -> bool:
-    """Whether the agent holds nothing of the process's memory any more."""
     passed = process.segments.passed.values()
     memories = process.engine.ranks.values() if process.engine is not None else ()
     files_closed = all(one.is_closed for one in passed if isinstance(one, PassedFile))
@@ -45,8 +44,6 @@ def given_back(process: EngineProcess) -> bool:
 
 @dataclass
 class Reader:
-    """Asks as a decode agent does."""
-
     client: RequestClient
 
     async def ask(self, message: Request[R]) -> R:
@@ -55,8 +52,6 @@ class Reader:
 
 @dataclass
 class PrefillAgent:
-    """One agent that runs."""
-
     runtime: Runtime
     config: PrefillConfig
     context: BusContext
@@ -75,11 +70,10 @@ class PrefillAgent:
 
     @property
     def data_pid(self) -> int:
-        """The running data process."""
         return self.runtime.agent.data.status().pid
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Bytes of the data process."""
+        """Read bytes of the data process."""
         with Path(f"/proc/{self.data_pid}/mem").open("rb") as memory:
             return os.pread(memory.fileno(), num_bytes, address)
 
@@ -88,12 +82,10 @@ class PrefillAgent:
         return self.runtime.service.counts()
 
     def local(self, source: Engine) -> LocalEngine:
-        """The engine as the agent sees it."""
         return self.runtime.agent.engines.engines[source.spec.engine_id]
 
     @asynccontextmanager
     async def engine(self, spec: EngineSpec | None = None, **shape: Any) -> AsyncIterator[Engine]:
-        """An engine, until the agent has given its memory back."""
         async with engine(self.attach, spec, seed=1, **shape) as source:
             processes = list(self.local(source).processes)
             yield source
@@ -101,7 +93,6 @@ class PrefillAgent:
 
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[Reader]:
-        """A reader with a boot id of its own."""
         endpoint = self.runtime.agent.identity.peer_endpoint
         client = RequestClient(self.context, endpoint, boot=new_boot_id())
         async with anyio.create_task_group() as tasks:
@@ -112,7 +103,6 @@ class PrefillAgent:
 
 @asynccontextmanager
 async def prefill_agent(folder: Path, **settings: Any) -> AsyncIterator[PrefillAgent]:
-    """An agent that has started, with everything real but the process."""
     fields = {**SETTINGS, "runtime_dir": str(folder / "run"), **settings}
     config = convert_config(PrefillConfig, fields, source="the test")
     with new_context() as context:

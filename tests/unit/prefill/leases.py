@@ -1,4 +1,4 @@
-"""A leased offer of a real engine, and what its reader may ask for."""
+"""A leased offer of a real engine, and the requests of its reader."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -9,29 +9,17 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from kvbus import protocol
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
-from kvbus.geometry import BlockTable, KvPart, Tile
-from kvbus.protocol import (
-    Acquire,
-    CheckMemory,
-    Commit,
-    Digest,
-    Granted,
-    Handshake,
-    HandshakeDone,
-    Pack,
-    Packed,
-    Renew,
-    Unpack,
-)
+from kvbus.geometry import BlockTable, EngineSpec, KvPart, Tile
+from kvbus.protocol import CheckMemory, Commit, Digest, HandshakeDone, Pack, Packed
 from tests.support.engines import Engine
 from tests.unit.prefill.inside import PrefillAgent, Reader
 
 NUM_TOKENS = 40
-SECRET = 32 * "0"
-"""Of what has none."""
+SECRET = 32 * "0"  # the secret, token or credential of what has none
 IDS = [7, 3, 5]
 TABLE = BlockTable.of(IDS)
 TILE = Tile("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 1, 4, 10, 40)
@@ -65,61 +53,43 @@ class Case:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What names the memory in a message."""
-        local = self.local
-        return {
-            "agent_boot": self.agent.boot,
-            "engine_id": local.engine_id,
-            "memory_id": local.memory_id,
-            "rank_secret": local.rank_secret,
+        """The fields of a message that name the memory."""
+        names = {
+            name: getattr(self.local, name) for name in ("engine_id", "memory_id", "rank_secret")
         }
+        return {"agent_boot": self.agent.boot, **names}
+
+    @property
+    def lease(self) -> dict[str, Any]:
+        names = {name: getattr(self, name) for name in ("offer_id", "epoch", "token")}
+        return {"agent_boot": self.agent.boot, **names}
+
+    @property
+    def right(self) -> dict[str, Any]:
+        return {"offer_id": self.offer_id, "secret": self.secret}
 
     def pack(self, **changes: Any) -> Pack:
-        pack = Pack(
-            **self.memory,
-            offer_id=self.offer_id,
-            epoch=self.epoch,
-            rank=0,
-            tile=TILE,
-            table=TABLE,
-            slot_lease_s=20.0,
-            token=self.token,
-        )
+        fields = self.memory | self.lease
+        pack = Pack(**fields, rank=0, tile=TILE, table=TABLE, slot_lease_s=20.0)
         return changed(pack, changes)
 
     def digest(self, **changes: Any) -> Digest:
-        digest = Digest(
-            **self.memory,
-            offer_id=self.offer_id,
-            rank=0,
-            tile=TILE,
-            table=TABLE,
-            one_in=1,
-            secret=self.secret,
-        )
+        digest = Digest(**self.memory, **self.right, rank=0, tile=TILE, table=TABLE, one_in=1)
         return changed(digest, changes)
 
     def check(self, **changes: Any) -> CheckMemory:
         return changed(CheckMemory(**self.memory), changes)
 
     async def shake(self, **changes: Any) -> HandshakeDone:
-        shake = Handshake(
-            min_protocol=1,
-            max_protocol=1,
-            agent_id="decode",
-            engine_id=self.source.spec.engine_id,
-            reader=self.source.spec,
-            engine_instance=self.local.instance,
-            offer_id=self.offer_id,
-            secret=self.secret,
-        )
+        spec, instance = self.source.spec, self.local.instance
+        fields: dict[str, Any] = {"engine_id": spec.engine_id, "engine_instance": instance}
+        shake = protocol.Handshake(1, 1, "decode", reader=spec, **fields, **self.right)
         return await self.reader.ask(changed(shake, changes))
 
     async def packed(self, **changes: Any) -> Packed:
         return await self.reader.ask(self.pack(**changes))
 
     async def refusal(self, **changes: Any) -> RequestRefused:
-        """Why there is no such tile."""
         try:
             packed = await self.packed(**changes)
         except RequestRefused as refused:
@@ -128,40 +98,26 @@ class Case:
 
     async def give_back(self, *packed: Packed) -> None:
         slot_ids = tuple(one.slot_id for one in packed)
-        await self.reader.ask(Unpack(agent_boot=self.agent.boot, slot_ids=slot_ids))
+        await self.reader.ask(protocol.Unpack(agent_boot=self.agent.boot, slot_ids=slot_ids))
 
     async def ask_check(self, **changes: Any) -> None:
         await self.reader.ask(self.check(**changes))
 
     async def renew(self, *, nixl_agent: str) -> None:
-        renew = Renew(
-            agent_boot=self.agent.boot,
-            offer_id=self.offer_id,
-            epoch=self.epoch,
-            lease_s=5.0,
-            token=self.token,
-            nixl_agent=nixl_agent,
-        )
+        renew = protocol.Renew(**self.lease, lease_s=5.0, nixl_agent=nixl_agent)
         await self.reader.ask(renew)
 
-    async def take(self, **changes: Any) -> None:
-        """Under the lease."""
-        take = Commit(
-            agent_boot=self.agent.boot,
-            offer_id=self.offer_id,
-            reader_id="reader",
-            secret=self.secret,
-            token=SECRET,
-        )
-        await self.reader.ask(changed(take, changes))
+    async def commit(self, **changes: Any) -> None:
+        """Commit under the lease."""
+        boot = self.agent.boot
+        message = Commit(**self.right, agent_boot=boot, reader_id="reader", token=SECRET)
+        await self.reader.ask(changed(message, changes))
 
     def slot(self, packed: Packed) -> torch.Tensor:
-        """The bytes of the tile."""
         content = self.agent.read(packed.address, packed.num_bytes)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def wanted(self) -> torch.Tensor:
-        """What `TILE` holds, token by token, as bytes."""
         views = self.source.views()
         tokens = [(IDS[at // 16], at % 16) for at in range(TILE.start, TILE.stop)]
         heads = slice(TILE.first_head, TILE.first_head + TILE.num_heads)
@@ -174,25 +130,28 @@ class Case:
 
 
 async def lease(agent: PrefillAgent, source: Engine, reader: Reader) -> tuple[Offer, Case]:
-    """An offer, and the lease of it."""
-    offer = await source.prefill.offer(
-        uuid.uuid4().hex, num_tokens=NUM_TOKENS, block_ids={"full": IDS}
-    )
-    secret = offer.ticket["secret"]
-    acquire = Acquire(
-        agent_boot=agent.boot,
-        offer_id=offer.offer_id,
-        reader_id="reader",
-        lease_s=20.0,
-        secret=secret,
-    )
-    granted: Granted = await reader.ask(acquire)
-    return offer, Case(agent, source, reader, offer.offer_id, granted.epoch, secret, granted.token)
+    name, blocks = uuid.uuid4().hex, {"full": IDS}
+    offer = await source.prefill.offer(name, num_tokens=NUM_TOKENS, block_ids=blocks)
+    offer_id, secret = offer.offer_id, offer.ticket["secret"]
+    right = {"agent_boot": agent.boot, "offer_id": offer_id, "secret": secret}
+    granted = await reader.ask(protocol.Acquire(**right, reader_id="reader", lease_s=20.0))
+    return offer, Case(agent, source, reader, offer_id, granted.epoch, secret, granted.token)
 
 
 @asynccontextmanager
 async def leased(agent: PrefillAgent, source: Engine, reader: Reader) -> AsyncIterator[Case]:
-    """An offer, withdrawn in the end."""
     offer, case = await lease(agent, source, reader)
     yield case
     await offer.withdraw()
+
+
+@asynccontextmanager
+async def case_of(
+    agent: PrefillAgent, spec: EngineSpec | None = None, **shape: Any
+) -> AsyncIterator[Case]:
+    async with (
+        agent.engine(spec, **shape) as source,
+        agent.reader() as reader,
+        leased(agent, source, reader) as case,
+    ):
+        yield case

@@ -1,12 +1,12 @@
-"""A prefill agent whose data process ends: engines and offers stay, stale reads do not count."""
+"""A prefill agent outlives its data process, with its engines and offers; stale reads fail."""
 
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from tests.support.agents import until
 from tests.support.engines import NUM_BLOCKS, engine, make_spec
 from tests.support.memories import NHD, Memory
 from tests.unit.prefill.inside import PrefillAgent, prefill_agent
-from tests.unit.prefill.leases import Case, lease, leased
+from tests.unit.prefill.leases import Case, case_of, lease
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,6 @@ class Starts:
 
     @contextmanager
     def stopped(self, agent: PrefillAgent) -> Iterator[None]:
-        """Within, the agent has no data process."""
         self.is_possible = False
         kill(agent)
         yield
@@ -64,38 +63,16 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 
 
 def num_memfds(agent: PrefillAgent) -> int:
-    """How many segments the data process maps."""
     return Path(f"/proc/{agent.data_pid}/maps").read_text().count("memfd:")
 
 
-def unsealed(num_bytes: int) -> BinaryIO:
-    """A memory file that cannot be sealed."""
-    file = tempfile.TemporaryFile(dir="/dev/shm")  # noqa: SIM115 - the caller closes it
-    file.truncate(num_bytes)
-    return file
-
-
 async def restarted(agent: PrefillAgent) -> None:
-    """Have the agent's data process end, and return when the next one runs."""
     boot = agent.runtime.agent.data.boot
     kill(agent)
     await until(lambda: agent.runtime.agent.data.boot not in ("", boot))
 
 
-async def test_next_data_process_has_engine_again_and_packs_tiles(case: Case) -> None:
-    before = await case.shake()
-    await restarted(case.agent)
-
-    after, packed = await case.shake(), await case.packed()
-
-    assert after.nixl_agent != before.nixl_agent
-    assert after.memory_id == before.memory_id
-    assert after.memory.addresses[0].keys() == before.memory.addresses[0].keys()
-    assert torch.equal(case.slot(packed), case.wanted())
-
-
 async def test_agent_inheriting_many_open_files_has_data_process(folder: Path) -> None:
-    """The channel has a high number there."""
     with ExitStack() as files:
         for _ in range(1100):
             files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
@@ -103,20 +80,22 @@ async def test_agent_inheriting_many_open_files_has_data_process(folder: Path) -
             await agent.runtime.agent.data.call(wire.OpenNixl())
 
 
-async def test_reads_from_ended_data_process_are_not_taken(case: Case) -> None:
+async def test_reads_from_ended_data_process_are_not_committed(case: Case) -> None:
     """Its pid, its port and its addresses may be those of another process since."""
     before = await case.shake()
     await restarted(case.agent)
-
-    for ask in (case.take, case.ask_check, case.renew):
+    for ask in (case.commit, case.ask_check, case.renew):
         with pytest.raises(RequestRefused, match="data process") as refused:
             await ask(nixl_agent=before.nixl_agent)
         assert refused.value.code is ErrorCode.STALE
-
-    now = await case.shake()
+    now, packed = await case.shake(), await case.packed()
+    assert now.nixl_agent != before.nixl_agent
+    assert now.memory_id == before.memory_id
+    assert now.memory.addresses[0].keys() == before.memory.addresses[0].keys()
+    assert torch.equal(case.slot(packed), case.wanted())
     await case.ask_check(nixl_agent=now.nixl_agent)
     await case.renew(nixl_agent=now.nixl_agent)
-    await case.take(nixl_agent=now.nixl_agent)
+    await case.commit(nixl_agent=now.nixl_agent)
 
 
 async def test_tiles_and_handshakes_are_refused_without_data_process(
@@ -124,11 +103,7 @@ async def test_tiles_and_handshakes_are_refused_without_data_process(
 ) -> None:
     monkeypatch.setattr("kvbus_prefill.prefill_service.HANDSHAKE_WITHIN_S", 0.2)
     report = agent.runtime.report
-    async with (
-        agent.engine() as source,
-        agent.reader() as reader,
-        leased(agent, source, reader) as case,
-    ):
+    async with case_of(agent) as case:
         await case.shake()
         with starts.stopped(agent):
             await until(lambda: "out of processes" in agent.runtime.agent.data.problem)
@@ -137,43 +112,23 @@ async def test_tiles_and_handshakes_are_refused_without_data_process(
                 await case.shake()
             faults = [fault.what for fault in report.unready()]
         await until(lambda: not report.unready())
-
         packed = await case.packed()
         assert torch.equal(case.slot(packed), case.wanted())
-
-    assert refused.code is ErrorCode.TRANSFER_FAILED
-    assert busy.value.code is ErrorCode.BUSY
+    assert (refused.code, busy.value.code) == (ErrorCode.TRANSFER_FAILED, ErrorCode.BUSY)
     assert faults == ["the data process does not run: cannot be started: out of processes"]
 
 
-@pytest.fixture
-async def wiping(starts: Starts, folder: Path) -> AsyncIterator[PrefillAgent]:
-    """An agent that wipes its slots."""
-    async with prefill_agent(folder, exposure="staging") as agent:
-        yield agent
-
-
-async def test_a_slot_that_could_not_be_wiped_is_not_free_before_it_is(
-    starts: Starts, wiping: PrefillAgent
-) -> None:
-    async with (
-        wiping.engine() as source,
-        wiping.reader() as reader,
-        leased(wiping, source, reader) as case,
-    ):
+async def test_a_slot_is_not_free_before_it_is_wiped(starts: Starts, folder: Path) -> None:
+    async with prefill_agent(folder, exposure="staging") as wiping, case_of(wiping) as case:
         packed = await case.packed()
         with starts.stopped(wiping):
             await until(lambda: not wiping.runtime.agent.data.is_running)
             await case.give_back(packed)
-            unwiped = wiping.counts["slots"]
-
+            assert wiping.counts["slots"] == 1
         await until(lambda: not wiping.counts["slots"])
-        assert unwiped == 1
 
 
-async def test_engine_ended_without_data_process_is_let_go_for_good(
-    starts: Starts, agent: PrefillAgent
-) -> None:
+async def test_engine_ends_without_data_process(starts: Starts, agent: PrefillAgent) -> None:
     async with agent.reader() as reader:
         async with engine(agent.attach, memory=Memory(), seed=1) as source:
             _, case = await lease(agent, source, reader)
@@ -184,30 +139,25 @@ async def test_engine_ended_without_data_process_is_let_go_for_good(
         await until(lambda: local.lost and not agent.runtime.agent.engines.engines)
         starts.is_possible = True
         await until(lambda: agent.runtime.agent.data.is_running)
-        async with agent.engine() as next_one, leased(agent, next_one, reader) as after:
+        async with case_of(agent) as after:
             await after.packed()
-
-            num_mapped = num_memfds(agent)
-    assert num_mapped == 1
+            assert num_memfds(agent) == 1
 
 
-async def test_engine_with_memory_not_mappable_again_is_sent_away(
-    agent: PrefillAgent,
-) -> None:
+async def test_engine_with_memory_not_mappable_again_is_sent_away(agent: PrefillAgent) -> None:
     """It was truncated, and nothing has touched it since."""
     spec = make_spec()
     rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
     (segment,) = rank.segments
     async with Connection(agent.attach, spec.engine_id) as connection:
-        with unsealed(segment.size_bytes) as file:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:  # cannot be sealed
+            file.truncate(segment.size_bytes)
             passed = PassSegment(segment.segment_id, segment.size_bytes)
             await connection.pass_memory(passed, file.fileno())
             await connection.request(Register(engine=spec, rank=rank))
             local = agent.runtime.agent.engines.engines[spec.engine_id]
             before = local.lost
             file.truncate(0)
-
             await restarted(agent)
             await until(lambda: local.lost)
-
     assert not before

@@ -1,7 +1,4 @@
-"""Memory of a GPU at a prefill agent: without CUDA it is refused by name, and nothing else suffers.
-
-With a stand-in for the GPU all but the CUDA calls is real.
-"""
+"""Memory of a GPU at a prefill agent: refused by name without CUDA; read through a stand-in."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,19 +29,12 @@ __all__ = ["gpu"]
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: see tests/process/gpu"
 )
-PASSED: dict[str, Any] = {
-    "segment_id": "kv",
-    "device": GPU,
-    "handle": bytes(64),
-    "offset_bytes": 0,
-    "size_bytes": 4096,
-    "event": bytes(64),
-}
+PASSED: dict[str, Any] = {"segment_id": "kv", "device": GPU, "handle": bytes(64)}
+PASSED |= {"offset_bytes": 0, "size_bytes": 4096, "event": bytes(64)}
 
 
 @asynccontextmanager
 async def greeted(agent: PrefillAgent) -> AsyncIterator[AttachClient]:
-    """A connection that has said hello."""
     async with AttachClient(agent.attach) as client:
         hello = Hello(min_protocol=1, max_protocol=1, engine_id="e", boot=new_boot_id())
         await client.call({"op": hello.op, "body": to_body(hello)})
@@ -58,12 +48,11 @@ async def refusal(client: AttachClient, **changes: Any) -> RequestRefused:
 
 
 @needs_no_gpu
-async def test_agent_without_cuda_names_lack_and_serves_host_engines(
-    agent: PrefillAgent,
-) -> None:
+async def test_agent_without_cuda_names_lack_and_serves_host_engines(agent: PrefillAgent) -> None:
+    async with AttachClient(agent.attach) as client:
+        assert (await refusal(client)).code is ErrorCode.NOT_REGISTERED, "it did not say hello"
     async with agent.engine() as before, greeted(agent) as client:
         refused = await refusal(client)
-
         assert refused.code is ErrorCode.SEGMENT
         assert "NVIDIA driver" in refused.message
         assert agent.local(before).ready
@@ -71,19 +60,11 @@ async def test_agent_without_cuda_names_lack_and_serves_host_engines(
             assert agent.local(after).ready
 
 
-async def test_agent_without_slots_refuses_cuda_before_gpu_lookup(
-    folder: Path,
-) -> None:
+async def test_agent_without_slots_refuses_cuda_before_gpu_lookup(folder: Path) -> None:
     async with prefill_agent(folder, staging_bytes=0) as agent, greeted(agent) as client:
         refused = await refusal(client)
-
     assert refused.code is ErrorCode.CONFIG
     assert "'staging_bytes'" in refused.message
-
-
-async def test_who_did_not_say_hello_may_not_pass_cuda_memory(agent: PrefillAgent) -> None:
-    async with AttachClient(agent.attach) as client:
-        assert (await refusal(client)).code is ErrorCode.NOT_REGISTERED
 
 
 async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) -> None:
@@ -91,10 +72,8 @@ async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) ->
     with SharedSegment(4096, name="in-one-place") as segment:
         async with greeted(agent) as client:
             await client.call({"op": host.op, "body": to_body(host)}, [segment.fd])
-
             refused = await refusal(client)
     await until(lambda: "in-one-place" not in Path("/proc/self/maps").read_text())
-
     assert f"on {GPU}, those before it on host" in refused.message
 
 
@@ -108,9 +87,7 @@ async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: Prefill
             source.control.record()
 
 
-async def test_tile_is_gathered_on_stream_into_slot_of_engines_gpu(
-    gpu: StandIn, agent: PrefillAgent
-) -> None:
+async def test_tile_is_gathered_into_slot_of_engines_gpu(gpu: StandIn, agent: PrefillAgent) -> None:
     async with (
         engine_on(gpu, agent.attach, seed=1) as source,
         engine_on(gpu, agent.attach, seed=2) as neighbour,
@@ -121,7 +98,6 @@ async def test_tile_is_gathered_on_stream_into_slot_of_engines_gpu(
     ):
         done, packed, other = await case.shake(), await case.packed(), await here.packed()
         in_use = agent.counts["slots"]
-
         assert torch.equal(case.slot(packed), case.wanted())
         assert torch.equal(here.slot(other), here.wanted())
         assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
@@ -132,24 +108,20 @@ async def test_tile_is_gathered_on_stream_into_slot_of_engines_gpu(
         assert staging.of(here.local.devices) == [staging.at(HOST)]
         assert packed.slot_id != other.slot_id
         await case.give_back(packed)
-        await here.take()
+        await here.commit()
         assert (in_use, agent.counts["slots"]) == (2, 0)
         assert staging.registered_bytes == 2 * SETTINGS["staging_bytes"]
         assert engines.registered_bytes == on_host.memories()[0].numel()
 
 
-async def test_handle_that_does_not_open_is_refused_and_not_kept(
-    gpu: StandIn, agent: PrefillAgent
-) -> None:
+async def test_handle_that_does_not_open_is_refused(gpu: StandIn, agent: PrefillAgent) -> None:
     spec = make_spec()
     rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
     segment = rank.segments[0]
     place = {"segment_id": segment.segment_id, "size_bytes": segment.size_bytes}
     async with Connection(agent.attach, spec.engine_id) as connection:
         await connection.pass_memory(PassCuda(**PASSED | place))
-
         with pytest.raises(RequestRefused, match="no such handle") as refused:
             await connection.request(Register(engine=spec, rank=rank))
-
     assert refused.value.code is ErrorCode.SEGMENT
     assert gpu.num_open == 0

@@ -1,4 +1,4 @@
-"""The driver does all that an event leads to, in order, whatever goes wrong in between."""
+"""The driver runs all commands of an event, in order, whatever fails in between."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from kvbus.table.table import Deadlines, Driver, Promise
 
 
 class Clock:
-    """Stands still; keeps the alarms, and what is to be called soon."""
+    """A loop whose time stands still; it keeps alarms and callbacks."""
 
     def __init__(self) -> None:
         self.alarms: list[float] = []
@@ -37,7 +37,7 @@ class Plan:
 
 
 class PutOff(Plan):
-    """A table that puts the deadline off by which it has just set an alarm, until there is none."""
+    """A table whose next event moves the deadline for which an alarm was just set."""
 
     def handle(self, event: list[Any], now: float) -> list[Any]:
         self.deadlines.set("", now + event.pop() if event else None)
@@ -48,8 +48,13 @@ class FailError(Exception):
     pass
 
 
-def driver() -> tuple[Driver[Any], list[Any], Clock]:
-    """Strings are written down; a list is another event, and an integer fails."""
+Promised = Promise[Any]
+
+
+def driver(
+    do: Callable[[Any, Promised], None] = lambda *_: None,
+) -> tuple[Driver[Any], list[Any], Clock]:
+    """Strings are noted, a list is another event, an integer fails, and a float promises one."""
     clock, done = Clock(), list[Any]()
     one: Driver[Any] = Driver(Plan(), clock)  # type: ignore[arg-type] # less than a table
 
@@ -57,27 +62,23 @@ def driver() -> tuple[Driver[Any], list[Any], Clock]:
         raise FailError(number)
 
     one.commands |= {str: done.append, list: one.dispatch, int: fail}
+    one.promise(float, do, lambda number, error: [f"{number} failed: {error}"])
     return one, done, clock
 
 
 def test_effects_of_command_come_after_commands_beside_it() -> None:
     one, done, _ = driver()
-
     one.dispatch(["a", ["b", ["c"], "d"], "e"])
-
     assert done == ["a", "e", "b", "d", "c"]
 
 
 @pytest.mark.parametrize("numbers", [[1], [1, 2]])
 def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) -> None:
     one, done, clock = driver()
-
     with pytest.raises((FailError, ExceptionGroup)) as failure:
         one.dispatch(["a", *numbers, ["c"], "b"])
-
     group = failure.value.exceptions if isinstance(failure.value, ExceptionGroup) else None
-    errors = list(group or [failure.value])
-    assert [error.args for error in errors] == [(number,) for number in numbers]
+    assert [error.args for error in group or [failure.value]] == [(number,) for number in numbers]
     assert done == ["a", "b", "c"]
     assert clock.alarms[0] == 2.0
 
@@ -87,43 +88,26 @@ def test_deadline_put_off_at_once_sets_no_alarm(puts_off: list[float], alarms: l
     clock = Clock()
     one: Driver[Any] = Driver(PutOff(), clock)  # type: ignore[arg-type] # less than a table
     one.commands[list] = lambda rest: one.dispatch(rest) if rest else None
-
     one.dispatch(puts_off)
-
     assert clock.alarms == alarms
 
 
-Promised = Promise[Any]
-
-
-def promising(do: Callable[[Any, Promised], None]) -> tuple[Driver[Any], list[Any], Clock]:
-    """As `driver`; a float promises an event, and ``do`` is what is done for it."""
-    one, done, clock = driver()
-    one.promise(float, do, lambda number, error: [f"{number} failed: {error}"])
-    return one, done, clock
-
-
-def test_a_promise_is_kept_at_once_or_later() -> None:
+def test_a_promise_is_kept_at_once_later_or_with_a_failure() -> None:
     later: list[Promised] = []
-    at_once, done, _ = promising(lambda number, promise: promise([f"{number} is done"]))
-    at_once.dispatch([1.5, "a"])
 
-    other, done_later, _ = promising(lambda _, promise: later.append(promise))
-    other.dispatch([1.5, "a"])
-    later.pop()(["done"])
+    def keep(number: float, promise: Promised) -> None:
+        if number == 1.5:
+            promise(["at once"])
+        elif number == 2.5:
+            later.append(promise)
+        else:
+            raise FailError("no")
 
-    assert done == ["a", "1.5 is done"]
-    assert done_later == ["a", "done"]
-
-
-def test_command_failing_before_its_event_gets_failure_event() -> None:
-    def fail(number: float, _: Promised) -> None:
-        raise FailError("no")
-
-    one, done, _ = promising(fail)
-    one.dispatch([1.5, "a"])
-
-    assert done == ["a", "1.5 failed: no"]
+    one, done, _ = driver(keep)
+    one.dispatch([1.5, 2.5, 3.5, "a"])
+    assert done == ["a", "at once", "3.5 failed: no"]
+    later.pop()(["later"])
+    assert done[3:] == ["later"]
 
 
 def test_second_event_of_command_is_defect_and_changes_nothing() -> None:
@@ -137,20 +121,16 @@ def test_second_event_of_command_is_defect_and_changes_nothing() -> None:
         raise FailError("late")
 
     for do, error in ((answer_twice, RuntimeError), (fail_late, FailError)):
-        one, done, _ = promising(do)
+        one, done, _ = driver(do)
         with pytest.raises(error):
             one.dispatch([1.5, "a"])
-
         assert done == ["a", "first"]
 
 
 def test_a_promise_that_is_lost_fails_by_itself_in_the_loop() -> None:
-    one, done, clock = promising(lambda *_: None)
+    one, done, clock = driver()
     one.dispatch([1.5, "a"])
-    before = list(done)
-
+    assert done == ["a"]
     for call in clock.soon:
         call()
-
-    assert before == ["a"]
     assert done == ["a", "1.5 failed: a command was dropped without its event"]

@@ -1,4 +1,4 @@
-"""Whose turn it is: the most urgent first, owner by owner, and nobody waits for ever."""
+"""Fair queues: the most urgent first, owner by owner, and no starvation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ PRIORITIES = st.integers(-2, 2) | st.integers(-(2**31), 2**31 - 1)
 KEYS = st.builds(Key, st.sampled_from("abc"), PRIORITIES)
 FEW_KEYS = st.builds(Key, st.sampled_from("abc"), st.integers(0, 2))
 STEPS = st.lists(st.none() | FEW_KEYS | FEW_KEYS | st.integers(0, 99), max_size=120)
-"""Take, or add with that key, or have one of those that wait leave."""
+"""Take, add with that key, or discard one."""
 
 
 @given(STEPS)
@@ -50,7 +50,6 @@ def test_turns_are_those_of_plain_lists(steps: list[Any]) -> None:
 def pool_of(
     num_slots: int, *waiting: Any, may: Callable[[int, int], bool] = lambda *_: True
 ) -> FairPool[Any]:
-    """Where these (owner, item, priority or none) wait."""
     pool = FairPool[Any](num_slots, may_have=may)
     for owner, item, *priority in waiting:
         pool.add(Key(owner, *priority), item)
@@ -62,7 +61,6 @@ def less_than_are_free(num_held: int, num_free: int) -> bool:
 
 
 def served(pool: FairPool[Any]) -> list[Any]:
-    """Items in the order in which they get the only slot."""
     order = []
     while (granted := pool.acquire()) is not None:
         order.append(granted[0])
@@ -74,7 +72,6 @@ def test_owners_take_turns_urgent_items_first_and_leavers_none() -> None:
     waiting = [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)]
     without_first = pool_of(1, *waiting)
     without_first.discard(Key("a"), 1)
-
     assert served(pool_of(1, *waiting)) == [1, 4, 2, 5, 3]
     assert served(without_first) == [2, 4, 3, 5]
     assert served(pool_of(1, ("a", 1), ("b", 2), ("b", 3, 1), ("c", 4, 2))) == [4, 3, 1, 2]
@@ -86,7 +83,6 @@ def test_every_item_gets_slot_within_bounded_turns(before: list[Key], key: Key) 
     for number, one in enumerate(before):
         pool.add(one, number)
     pool.add(key, "it")
-
     num_priorities = len({one.priority for one in (*before, key)}) + 1
     num_owners = len({one.owner for one in before if one.priority == key.priority}) + 1
     num_own = before.count(key) + 1
@@ -98,26 +94,21 @@ def test_every_item_gets_slot_within_bounded_turns(before: list[Key], key: Key) 
         pool.release(slot)
         if item == "it":
             return
-
     pytest.fail("it was not served")
 
 
 @pytest.mark.parametrize(
     ("num_slots", "taken"), [(1, [1, 0]), (2, [1, 1, 0]), (3, [2, 1, 0]), (16, [8, 4, 2, 1, 1, 0])]
 )
-def test_owner_keeping_slots_leaves_half_of_rest_even_if_urgent(
-    num_slots: int, taken: list[int]
-) -> None:
+def test_owner_keeping_slots_leaves_half_of_the_rest(num_slots: int, taken: list[int]) -> None:
     pool = pool_of(num_slots, may=less_than_are_free)
     slots: list[int] = []
-
     for owner, more in zip("abcdef", taken, strict=False):
         for item in range(40):
             pool.add(Key(owner, 99 - item), (owner, item))
         granted = list(iter(pool.acquire, None))
         slots += [slot for _, slot in granted]
         assert [item[0] for item, _ in granted] == more * [owner]
-
     assert len(set(slots)) == len(slots) == pool.num_in_use
 
 
@@ -127,7 +118,6 @@ def test_owner_keeping_slots_leaves_half_of_rest_even_if_urgent(
 def test_every_slot_has_one_holder_and_comes_back_once(owners: list[str], luck: Any) -> None:
     pool = pool_of(5, *((owner, item) for item, owner in enumerate(owners)), may=less_than_are_free)
     held: list[int] = []
-
     while pool or held:
         held += [slot for _, slot in iter(pool.acquire, None)]
         assert len(set(held)) == len(held) == pool.num_in_use
@@ -135,7 +125,6 @@ def test_every_slot_has_one_holder_and_comes_back_once(owners: list[str], luck: 
         pool.release(slot)
         with pytest.raises(KeyError):
             pool.release(slot)
-
     assert pool.num_in_use == 0
 
 
@@ -148,7 +137,6 @@ MOST = 6
 def test_an_equal_share_is_neither_refused_nor_lost(steps: list[tuple[str, int]]) -> None:
     places: Permits[tuple[int, int]] = Permits(MOST)
     held: dict[int, list[tuple[int, int]]] = {tenant: [] for tenant in range(5)}
-
     for number, (step, tenant) in enumerate(steps):
         if step == "leave":
             if held[tenant]:

@@ -1,4 +1,4 @@
-"""What a table keeps of each entry, its history and its deadline, is in order and bounded."""
+"""The history and the deadline of each entry are in order and bounded."""
 
 import gc
 import tracemalloc
@@ -26,7 +26,6 @@ STEPS = st.lists(
 def test_deadlines_agree_with_a_dict_after_every_step(steps: list[tuple[str, int, float]]) -> None:
     deadlines: Deadlines[int] = Deadlines()
     oracle: dict[int, float] = {}
-
     for step, key, when in steps:
         if step == "set":
             deadlines.set(key, when)
@@ -45,11 +44,9 @@ def test_deadlines_agree_with_a_dict_after_every_step(steps: list[tuple[str, int
 def test_key_set_while_due_ones_pop_is_popped_once_per_setting() -> None:
     deadlines: Deadlines[str] = Deadlines()
     deadlines.set("renewed", 1.0)
-
     due = deadlines.pop_due(2.0)
     first = next(due)
     deadlines.set("renewed", 2.0)
-
     assert [first, *due] == ["renewed", "renewed"]
     assert deadlines.next() is None
 
@@ -57,13 +54,11 @@ def test_key_set_while_due_ones_pop_is_popped_once_per_setting() -> None:
 def test_a_deadline_that_moves_for_ever_takes_bounded_memory() -> None:
     deadlines: Deadlines[str] = Deadlines()
     deadlines.set("first", 0.5)
-
     tracemalloc.start()
     for turn in range(10_000):
         deadlines.set("renewed", 1.0 + turn)
     kept_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-
     assert kept_bytes < 20_000
     assert list(deadlines.pop_due(20_000.0)) == ["first", "renewed"]
 
@@ -75,7 +70,7 @@ class Wanted:
         self.error = error
 
 
-def test_story_keeps_last_steps_as_text_without_their_objects() -> None:
+def test_history_keeps_last_steps_as_text_without_their_objects() -> None:
     history = History()
     event, command = Wanted(LocalError("no", code=ErrorCode.BUSY)), Wanted()
     things: list[object] = [event, event.error, command]
@@ -88,7 +83,6 @@ def test_story_keeps_last_steps_as_text_without_their_objects() -> None:
     for step in range(MAX_STEPS):
         history.note(8.0 + step, Wanted(), f"state {step}", [])
     last = list(history.lines())
-
     assert [ref() for ref in kept] == [None] * 3
     assert lines == [
         "+0.000000 s  Wanted -> reading: Wanted, Wanted",
