@@ -1,7 +1,6 @@
-"""Agents as real processes, for the tests of whole handoffs: start, look at, signal, end.
+"""Agents as real processes, observed by their logs, metrics pages and sockets.
 
-Refuses to import torch or NIXL: an agent is seen from outside, by its log, its metrics page and
-its sockets.
+This module must not import torch or NIXL.
 """
 
 import json
@@ -19,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,13 +33,14 @@ STARTS_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
 LOG_PERIOD_S = 0.01
 UCX_FATAL = re.compile(r"^\[.*\] .* Fatal: |^={4,}|^\s*\d+\s.*\+0x")
-"""What UCX writes before it aborts its process, with a backtrace."""
+"""Lines of UCX before it aborts its process."""
 OF_ALL_REQUESTS = frozenset(
     ["malformed", "invalid", "unknown_op", "too_large", "busy", "forbidden", "closed", "internal"]
 )
 """Codes of refusals that no request declares as its own."""
 
 Settings = Mapping[str, Any]
+NO_SETTINGS: Settings = {}
 
 
 class NotInTimeError(AssertionError):
@@ -57,7 +57,6 @@ async def until(condition: Callable[[], Any], within_s: float = WITHIN_S) -> Non
 
 
 def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
-    """`until`, where no event loop runs."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -66,13 +65,12 @@ def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN
 
 
 def write_config(path: Path, settings: Settings) -> None:
-    """A TOML file of these keys."""
     path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
 
 
 @dataclass
 class AgentProcess:
-    """One agent, its files in a folder of its own; `start` it, or start it again after its end."""
+    """One agent and its folder; it can start again after its end."""
 
     role: str
     folder: Path
@@ -113,7 +111,6 @@ class AgentProcess:
         return self.process
 
     def launch(self) -> None:
-        """Start the process, and do not wait for it."""
         self.num_skipped = 0
         config = self.folder / "config.toml"
         write_config(config, self.settings)
@@ -133,12 +130,10 @@ class AgentProcess:
                 os.sched_setscheduler(self._running.pid, os.SCHED_RR, os.sched_param(1))
 
     def wait_started(self) -> None:
-        """Return once it serves."""
         wait_logged(self._running, '"agent.started"', STARTS_WITHIN_S)
         self.started = self.says("agent.started")[-1]
 
     def start(self) -> None:
-        """Start the process, again where it was before, and return once it serves."""
         self.launch()
         self.wait_started()
 
@@ -152,7 +147,6 @@ class AgentProcess:
             os.waitpid(self.pid, os.WUNTRACED)
 
     def kill(self) -> None:
-        """End it at once, so that it cannot say anything."""
         self.was_stopped = True
         self._running.process.kill()
         self._running.process.wait()
@@ -168,7 +162,6 @@ class AgentProcess:
             self.process.end(ENDS_WITHIN_S)
 
     def exit_status(self) -> int:
-        """Its exit status, once it has ended."""
         return self._running.process.wait(WITHIN_S)
 
     def skip_log(self) -> None:
@@ -176,7 +169,6 @@ class AgentProcess:
         self.num_skipped += len(self.lines())
 
     def lines(self) -> list[str]:
-        """What it has written since it was started, or its log was skipped, whole lines."""
         text = self.process.log_text() if self.process is not None else ""
         return text[: text.rfind("\n") + 1].splitlines()[self.num_skipped :]
 
@@ -185,7 +177,6 @@ class AgentProcess:
         return [_parsed(line) for line in self.lines()]
 
     def logged(self, event: str, **fields: object) -> list[dict[str, Any]]:
-        """The lines of ``event`` that have these fields."""
         wanted = {"event": event, **fields}
         return [one for one in self.log() if all(one.get(k) == v for k, v in wanted.items())]
 
@@ -195,19 +186,14 @@ class AgentProcess:
         return self.logged(event, **fields)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric on the page, summed over the labels that are not given.
-
-        A count of labels that never happened is not on the page, and 0. The agent answers something
-        first: then it has counted what it said before.
-        """
-        self.status()
+        """The value of a metric, summed over the labels that are not given; 0 if it is missing."""
+        self.status()  # it has counted then what it said before
         families = text_string_to_metric_families(self.page("/metrics")[1])
         samples = [s for family in families for s in family.samples if s.name == f"kvbus_{name}"]
         assert samples or labels, f"no metric {name}"
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
     def page(self, path: str, *, within_s: float = WITHIN_S, **headers: str) -> tuple[int, str]:
-        """The status and the text of a page at its HTTP port, asked with the token that it has."""
         asked = urllib.request.Request(f"http://{self.settings['http_bind']}{path}")
         if file := self.settings.get("http_token_file"):
             headers = {"Authorization": f"Bearer {Path(file).read_text().strip()}", **headers}
@@ -221,12 +207,10 @@ class AgentProcess:
                 return error.code, error.read().decode()
 
     def status(self, **asked: str) -> dict[str, Any]:
-        """The answer to a status request on the peer socket."""
         answer: dict[str, Any] = ask(self.peer, "status", asked, curve=self.curve)["ok"]
         return answer
 
     def trace(self, **asked: str) -> list[dict[str, Any]]:
-        """The spans that it tells, by a request on the peer socket."""
         answer: dict[str, Any] = ask(self.peer, "trace", asked, curve=self.curve)["ok"]
         spans: list[dict[str, Any]] = answer["spans"]
         return spans
@@ -242,17 +226,14 @@ class AgentProcess:
         return 0
 
     def memory_maps(self, name: str) -> int:
-        """How many mappings of files with ``name`` in theirs its processes have."""
         pids = [pid for pid in (self.pid, self.data_pid) if pid]
         maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
         return sum(name in line for lines in maps for line in lines)
 
     def num_files(self, name: str) -> int:
-        """How many descriptors of files with ``name`` in theirs its control process has."""
         return sum(name in str(one.readlink()) for one in Path(f"/proc/{self.pid}/fd").iterdir())
 
     def idle(self) -> bool:
-        """Whether it holds no offer, lease or fetch, and no transfer."""
         return not any(self.status()["counts"].values())
 
     def trouble(self) -> list[dict[str, Any]]:
@@ -276,7 +257,6 @@ def is_abort_by_ucx(line: Mapping[str, Any]) -> bool:
 
 
 def is_declared(op: str, code: str) -> bool:
-    """Whether the page says that a request of this name may be refused so."""
     named = [kinds[op] for kinds in REQUESTS.values() if op in kinds]
     return code in OF_ALL_REQUESTS or any(code in kind.refusals for kind in named)
 
@@ -298,7 +278,9 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 class Agents:
-    """All agents of one fixture; they end with it."""
+    """All agents of one fixture; they end with it. ``defaults`` are settings by role."""
+
+    defaults: ClassVar[Mapping[str, Settings]] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -316,34 +298,42 @@ class Agents:
             "runtime_dir": str(folder / "run"),
             "http_bind": f"127.0.0.1:{free_port()}",
             "heartbeat_s": 0.2,
-            "engine_wait_s": 0.0,  # what is unknown is so at once
+            "engine_wait_s": 0.0,  # an unknown engine is refused without waiting
         }
         if role == "decode":
             defaults["mapped"] = False  # most tests are about what two machines do as well
-        self.all.append(
-            AgentProcess(role, folder, folder / "log", {**defaults, **settings}, dict(env or {}))
-        )
+        settings = {**defaults, **self.defaults.get(role, {}), **settings}
+        self.all.append(AgentProcess(role, folder, folder / "log", settings, dict(env or {})))
         return self.all[-1]
 
+    def both(
+        self, prefill: Settings = NO_SETTINGS, decode: Settings = NO_SETTINGS, **common: Any
+    ) -> tuple[AgentProcess, AgentProcess]:
+        """Start one agent of each role."""
+        made = (
+            self.prepare("prefill", **common, **prefill),
+            self.prepare("decode", **common, **decode),
+        )
+        self.start(*made)
+        return made
+
     def start(self, *wanted: AgentProcess) -> None:
-        """Start agents side by side."""
         for agent in wanted:
             agent.launch()
         for agent in wanted:
             agent.wait_started()
 
     def check(self) -> None:
-        """Nothing is left in any agent that lives, and none has logged what it should not."""
         for agent in self.all:
             if agent.alive:
                 wait_until(agent.idle, f"{agent.role} agent holds nothing: {agent.status()}")
         trouble = [line for agent in self.all for line in agent.trouble()]
         if any(agent.was_stopped for agent in self.all):
             trouble = [line for line in trouble if not is_abort_by_ucx(line)]
-        assert not trouble, trouble  # pytest shows no values of a module that is no test
+        assert not trouble, trouble  # pytest shows no values here
 
     def end(self) -> None:
-        """End all of them, those that a test left stopped or hung included."""
+        """End all agents, also stopped and hung ones."""
         for agent in self.all:
             agent.ask_to_end()
         for agent in self.all:
@@ -367,7 +357,6 @@ def agents_ended(kind: type[A]) -> Iterator[A]:
 
 @contextmanager
 def started(*roles: str, **settings: Any) -> Iterator[Agents]:
-    """An agent of each role, all with these settings."""
     with agents_ended(Agents) as agents:
         agents.start(*(agents.prepare(role, **settings) for role in roles))
         yield agents

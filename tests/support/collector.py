@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry, as small as it can be: real requests on a real socket."""
+"""A minimal OpenTelemetry collector on a real socket."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class CollectedSpan:
-    """One span, and what its process is."""
+    """One span, and the resource of its process."""
 
     resource: dict[str, Any]
     name: str
@@ -27,7 +27,7 @@ class CollectedSpan:
 
 @dataclass
 class Collector:
-    """What it was sent; it answers with ``status``, or sends who asks to ``redirects_to``."""
+    """Spans and headers of requests; the reply is ``status``, or a redirect."""
 
     port: int = 0
     status: int = 200
@@ -40,11 +40,9 @@ class Collector:
         return f"http://127.0.0.1:{self.port}"
 
     def of(self, service: str) -> list[CollectedSpan]:
-        """The spans of one kind of agent."""
         return [one for one in self.spans if one.resource["service.name"] == service]
 
     def take(self, path: str, headers: dict[str, str], body: bytes) -> int:
-        """What a request is answered with."""
         self.headers.append(headers)
         if path != "/v1/traces" or headers.get("content-type") != "application/x-protobuf":
             return 404
@@ -56,7 +54,6 @@ class Collector:
 
 @contextmanager
 def collecting(port: int = 0) -> Iterator[Collector]:
-    """A collector that listens, at ``port`` if one is given."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -87,7 +87,6 @@ class FlatMemory:
 
     @property
     def blocks(self) -> Bytes:
-        """The same, by block."""
         return self.content.reshape(-1, self.block_bytes)
 
     def added(self, memory: int, *, direct: bool = True, borrowed: bool = False) -> wire.AddMemory:
@@ -130,7 +129,6 @@ def add_plan(plan: int, source: int, target: int) -> wire.AddPlan:
 
 
 def moves(source: Sequence[int], target: Sequence[int]) -> dict[str, Any]:
-    """What a job says of the blocks that it moves."""
     return {
         "source_tables": {GROUP: BlockTable.of(source)},
         "target_tables": {GROUP: BlockTable.of(target)},
@@ -173,7 +171,6 @@ class Data:
             self.process = start(command, stdin=theirs, **options)
 
     def send(self, message: wire.ToData, fds: Sequence[int] = ()) -> int:
-        """Send a request; return its number."""
         number = next(self._numbers)
         self.channel.send(structs.replace(message, id=number), fds)
         while self.channel.has_unsent:
@@ -204,7 +201,6 @@ class Data:
         return True
 
     def has_ended(self, number: int) -> bool:
-        """Whether there is a reply by now."""
         while self.receive():
             pass
         return number in self.replies
@@ -221,7 +217,6 @@ class Data:
             self.receive(0.05)
 
     def result(self, number: int) -> Any:
-        """The result of a request. Raises its error."""
         reply = self.wait(number)
         if reply.error is not None:
             raise reply.error.error()
@@ -235,7 +230,6 @@ class Data:
         return self.wait(self.send(message))
 
     def add(self, memory: int, flat: FlatMemory, **options: bool) -> dict[str, int]:
-        """Add memory; return its addresses."""
         added = self.call(flat.added(memory, **options), [flat.fd])
         found: dict[str, int] = added.addresses
         return found
@@ -246,7 +240,6 @@ class Data:
         return found
 
     def hold(self, memory: int, flat: FlatMemory) -> "Held":
-        """Add memory that others can read."""
         addresses = self.add(memory, flat)
         return Held(self, flat, addresses, self.metadata(memory))
 
@@ -260,7 +253,6 @@ class Data:
     def read(
         self, plan: int, source: Sequence[int], target: Sequence[int], *, priority: int = 0
     ) -> int:
-        """Start a READ of blocks; return its number."""
         return self.send(wire.Read(plan=plan, priority=priority, **moves(source, target)))
 
     def copy(self, plan: int, source: Sequence[int], target: Sequence[int]) -> int:
@@ -283,10 +275,7 @@ class Data:
 
 
 class DataInThread(Data):
-    """What a data process does, in a thread of this process, whose parts a test may replace.
-
-    ``error`` is what would have ended the process.
-    """
+    """A data process as a thread; tests can replace its parts. ``error`` would have ended it."""
 
     error: Exception | None = None
 

@@ -1,13 +1,12 @@
-"""The engine program of the tests: an engine in a process of its own, and how a test speaks to it.
+"""The engine program of the tests: an engine as a process, and its control by a test.
 
     test ──{"do": offer, withdraw, fetch, cancel, check}────▶ python -m tests.support.engine_program
     test ◀──{"is": up, down, offered, over, fetched, freed, ...}── in lines of JSON
 
-It is an engine of `kvbus.lab` whose link outlives its agent, as those of users do. Its bytes are
-those of `tests.support.pattern`: it fills what it offers, writes over what is released in the
-callback that says so, compares each byte of a completed fetch, and guards each block that is free.
-What must never happen it tells as a ``violation``. It ends with its test, or when nobody says any
-more whether its blocks are free.
+It is an engine of `kvbus.lab`, with the bytes of `tests.support.pattern`. It fills offers,
+overwrites released blocks in the callback, compares each byte of a completed fetch, and checks free
+blocks. It reports a ``violation`` of an invariant. It ends with its test, or when it cannot know
+whether its blocks are free.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from kvbus.engine.bounce import HostFetch
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
 from kvbus.lab.lab_engine import Offered
-from tests.support.engines import StrictEngine
+from tests.support.engines import StrictEngine, blocks_between
 from tests.support.expected import positions
 from tests.support.forked import ForkedEngine, end_at_once
 from tests.support.memories import Memory
@@ -54,7 +53,7 @@ MOMENTS = {
     "refused": ("made", "ended", "freed"),
     "down_now": ("made", "ended", "freed"),
 }
-"""What each notice of an order says: its offer is there, it has ended, its blocks are free."""
+"""The moments of an order that each notice settles."""
 
 Order = dict[str, Any]
 Told = dict[str, Any]
@@ -76,11 +75,10 @@ def fetch_order(offer: int, holder: EngineSpec, ticket: Any, num_tokens: int, **
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the program is started with.
+    """Arguments of the program.
 
-    ``memory`` is ``direct``, ``staged`` (not registered with NIXL) or ``ring`` (nobody maps it, and
-    it has as many blocks as ``ring_blocks`` for its copies). It has these ``ranks``, or all; in the
-    role ``rank`` nothing but their memory.
+    ``memory`` is ``direct``, ``staged`` (not registered with NIXL) or ``ring`` (with
+    ``ring_blocks``). No ``ranks`` means all; the role ``rank`` has only their memory.
     """
 
     role: str
@@ -95,7 +93,6 @@ class EngineConfig:
 
 
 def main() -> None:
-    """Run until the test hangs up."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -129,7 +126,6 @@ class Program:
         self._is_open = False
 
     async def run(self) -> None:
-        """Until the test hangs up; what is open then is left to the kernel."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_open)
             async for line in _lines():
@@ -137,22 +133,18 @@ class Program:
             end_at_once()
 
     def tell(self, notice: str, /, **fields: Any) -> None:
-        """Say something to the test."""
         sys.stdout.buffer.write(msgspec.json.encode({"is": notice, **fields}) + b"\n")
         sys.stdout.buffer.flush()
 
     def report(self, what: str, of: str, **more: Any) -> None:
-        """A violation."""
         self.tell("violation", what=what, of=f"{self.spec.engine_id}: {of}", **more)
 
     @property
     def num_held(self) -> int:
-        """Blocks that are not free."""
         ring = self.engine.ring
         return self.pool.num_held + (ring.num_held if ring is not None else 0)
 
     def look(self) -> None:
-        """Report what has changed that may not."""
         self.pool.check()
 
     async def _keep_open(self) -> None:
@@ -163,7 +155,6 @@ class Program:
             await anyio.sleep_forever()
 
     def _change(self) -> None:
-        """There is an agent, or there is none."""
         is_up, problem = self.link.is_open, self.link.problem
         if self._is_open:
             code = getattr(problem, "code", "")
@@ -191,14 +182,13 @@ class PrefillProgram(Program):
         super().__init__(config)
         self._offers: dict[int, Offered] = {}
         self._num_unknown = 0
-        """Blocks of offers of which nobody said whether they were made."""
+        """Blocks of offers that the agent may have made."""
 
     @property
     def num_held(self) -> int:
         return super().num_held - self._num_unknown
 
     async def do_offer(self, order: Order) -> None:
-        """Until it is released, or its agent has ended."""
         key, num_tokens = order["key"], order["steps"][-1]
         sizes = {group.name: group.block_size for group in self.spec.groups}
         wanted = {name: num_blocks_for(num_tokens, size) for name, size in sizes.items()}
@@ -227,7 +217,7 @@ class PrefillProgram(Program):
             offer = self._offers[key] = await self.engine.offer(
                 f"{key}",
                 num_tokens=steps[0],
-                block_ids=self._between(blocks, 0, steps[0]),
+                block_ids=blocks_between(self.spec, blocks, 0, steps[0]),
                 total=None if is_whole else steps[-1],
                 ttl_s=order.get("ttl_s"),
                 **more,
@@ -244,7 +234,7 @@ class PrefillProgram(Program):
         await self._follow(key, offer)
 
     async def _keep_until_the_end(self, connection: Connection, blocks: Blocks) -> None:
-        """Nobody said whether the offer was made: its blocks are free once the agent has ended."""
+        """The offer may have been made: its blocks are free once the agent has ended."""
         number = sum(map(len, blocks.values()))
         self._num_unknown += number
         try:
@@ -256,7 +246,7 @@ class PrefillProgram(Program):
         for before, now in pairwise(order["steps"]):
             await anyio.sleep(STEP_S)
             fill(order["key"], self.views, blocks, before, now)
-            await offer.extend(now, self._between(blocks, before, now))
+            await offer.extend(now, blocks_between(self.spec, blocks, before, now))
         await offer.seal()
 
     async def _follow(self, key: int, offer: Offered) -> None:
@@ -269,16 +259,9 @@ class PrefillProgram(Program):
                 self.report("closed_early", f"offer {key}: {error}")
         self.tell("over", key=key, outcome=outcome)
 
-    def _between(self, blocks: Blocks, start: int, stop: int) -> dict[str, list[int]]:
-        some = {}
-        for group in self.spec.groups:
-            first, end = (num_blocks_for(at, group.block_size) for at in (start, stop))
-            some[group.name] = list(blocks[group.name][first:end])
-        return some
-
 
 class DecodeProgram(Program):
-    """Fetches, compares at once and again before it gives blocks back, and guards free ones."""
+    """Fetches, compares twice before it releases blocks, and checks free ones."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -299,7 +282,6 @@ class DecodeProgram(Program):
                 await fetch.cancel(release_offer=order["release_offer"])
 
     async def do_fetch(self, order: Order) -> None:
-        """Until its blocks are free."""
         key, wanted = order["key"], {}
         for group in self.spec.groups:
             at = positions(group, order["first_token"], order["num_tokens"])
@@ -314,7 +296,7 @@ class DecodeProgram(Program):
             end_at_once()
 
     async def _fetch(self, order: Order, blocks: Blocks) -> bool:
-        """Whether somebody says that the blocks are free."""
+        """Whether the blocks are known to be free."""
         key = order["key"]
         if self.engine.ring is not None:
             self.look()
@@ -361,7 +343,7 @@ class DecodeProgram(Program):
             return False
         inner = ended.__cause__
         if isinstance(inner, FetchFailed) and inner.stage == "lost" and not inner.blocks_free:
-            # The agent hung up and lives on: nobody says when the host blocks are free.
+            # The agent closed the connection and lives: the host blocks may still change.
             self.tell("in_doubt", why=f"{self.spec.engine_id}, ring: {ended.message}")
             return False
         return True
@@ -370,7 +352,6 @@ class DecodeProgram(Program):
         self.tell("fetched", **{**GONE, "key": key, "outcome": outcome, **more})
 
     def _compare(self, order: Order, fetch: Any, blocks: Blocks, when: str) -> None:
-        """Every byte of the blocks of a fetch that the agent calls valid."""
         num_wrong = 0
         holder = msgspec.convert(order["holder"], EngineSpec) if self.engine.ring is None else None
         for view in self.views:
@@ -406,7 +387,7 @@ class Asked:
         self.made, self.ended, self.freed = (asyncio.Future[Told]() for _ in range(3))
 
     def settle(self, told: Told, *moments: str) -> None:
-        """What has come already stays."""
+        """Keep the first result of each moment."""
         for moment in moments:
             future: asyncio.Future[Told] = getattr(self, moment)
             if not future.done():
@@ -442,13 +423,11 @@ class EngineProcess:
         self._listening = asyncio.create_task(self._listen(reader))
 
     async def kill(self) -> None:
-        """End it at once; what it was asked is gone."""
         if self._process is not None and self._listening is not None:
             self._process.kill()
             await self._listening
 
     def signal(self, number: signal.Signals) -> None:
-        """Send its process a signal, if it has not ended."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -463,17 +442,16 @@ class EngineProcess:
         return asked
 
     def tell(self, order: Order) -> None:
-        """Give an order that has no answer."""
         if self._writer is not None:
             self._writer.write(msgspec.json.encode(order) + b"\n")
 
     def on_told(self, told: Told) -> None:
-        """What is said of no order: a violation, or doubt; for who wants to know."""
+        """Handle a notice without an order: a violation, or doubt."""
         if told["is"] == "violation":
             raise AssertionError(told)
 
     def on_end(self) -> None:
-        """Its process has ended; for who wants to know."""
+        """Handle the end of the process."""
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():

@@ -1,7 +1,6 @@
-"""Engines for the tests of whole handoffs: their links, their caches, and what must be in them.
+"""Engines for the tests of whole handoffs: links, caches, and the comparison of every byte.
 
-Axes of a view: block, token (of a block), head, dim; all as raw bits. What is compared is every
-byte of every rank's memory.
+Axes of a view: block, token (of a block), head, dim; all as raw bits.
 """
 
 import uuid
@@ -10,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvbus.engine import AgentRanks, Fetch, KvCache, Link, Offer, RankMemory, share_tensor
-from kvbus.engine.bounce import HostFetch
-from kvbus.errors import FetchFailed
+from kvbus.engine.bounce import HostFetch, HostLink, HostPool
+from kvbus.errors import ClosedError, FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
 from kvbus.lab import lab_engine as lab
 from kvbus.protocol import Fetched, Outcome
@@ -44,6 +43,8 @@ NUM_BLOCKS = 64
 FETCH_TIMEOUT_S = 60.0
 """An agent imports torch for its first tile, which takes long on a busy machine."""
 RANK_SECRET = "secret-of-ranks-elsewhere"
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 
 Blocks = dict[str, list[int]]
 Views = dict[tuple[int, int, str], Tensor]
@@ -53,35 +54,65 @@ Snapshot = dict[int, Tensor]
 
 @dataclass
 class Engine:
-    """One engine of a test; ``control`` is the link of its scheduler."""
+    """One engine of a test; ``control`` is the link of its scheduler.
+
+    With a ``through``, the caches are private, and their blocks pass its ring of host blocks.
+    """
 
     spec: EngineSpec
     control: StrictLink
     caches: list[KvCache]
     num_blocks: NumBlocks
-    copies_on: ClassVar[bool] = False
-    """Whether only what the tokens need goes on from host blocks to its own."""
+    through: "StrictEngine | None" = field(default=None, kw_only=True)
     total: int = field(default=0, kw_only=True)
-    """Tokens that an offer will have, for who must know it before it is whole."""
+    """Tokens of the next offer, for a ring."""
     places: Sequence[object] | None = field(default=None, kw_only=True)
-    """Which agent has each rank, where there are several."""
+    """The agent of each rank, where there are several."""
 
     @property
     def prefill(self) -> Any:
-        """Takes the calls of a `Link` that offers."""
-        return self.control
+        """Takes the calls of a `Link` that offers, or fetches."""
+        return self.control if self.through is None else self
+
+    decode = prefill
 
     @property
-    def decode(self) -> Any:
-        """Takes the calls of a `Link` that fetches."""
-        return self.control
+    def copies_on(self) -> bool:
+        """Whether the caches get only what the tokens need."""
+        return self.through is not None
+
+    @property
+    def ring(self) -> HostPool:
+        assert self.through is not None
+        assert self.through.ring is not None
+        return self.through.ring
+
+    @property
+    def host(self) -> HostLink:
+        assert self.through is not None
+        assert self.through.host is not None
+        return self.through.host
+
+    def fetch(self, ticket: Mapping[str, Any], **more: Any) -> HostFetch:
+        assert self.through is not None
+        fetch = self.through.fetch(ticket, **more).fetch
+        assert isinstance(fetch, HostFetch)
+        return fetch
+
+    async def offer(self, request_id: str, *, sealed: bool = True, **more: Any) -> lab.Offered:
+        """One that is not sealed will have ``total`` tokens."""
+        assert self.through is not None
+        total = None if sealed else self.total
+        offered = await self.through.offer(request_id, total=total, **more)
+        if offered.saved is not None:
+            await offered.saved
+        return offered
 
     def views(self) -> Views:
         """The whole cache as bits, by rank, layer and part; views, not copies."""
         return _views(self.caches)
 
     def heads(self, rank: int, layer: int, part: str) -> range:
-        """The global heads in a view."""
         for region in self.caches[rank].rank.regions:
             if layer in region.layers and part in region.parts:
                 return range(region.first_head, region.first_head + region.num_heads)
@@ -104,11 +135,9 @@ class Engine:
         return {rank: all_bytes(_any_view(cache)) for rank, cache in enumerate(self.caches)}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the whole memory, in the host's."""
         return {rank: memory.cpu().clone() for rank, memory in self.memories().items()}
 
     def views_of(self, snapshot: Snapshot) -> Views:
-        """As `views`, of a copy."""
         return _views(
             [
                 KvCache(self.spec, cache.rank, snapshot[rank])
@@ -117,13 +146,12 @@ class Engine:
         )
 
     def some_blocks(self, seed: int, num_tokens: int, first_token: int = 0) -> Blocks:
-        """Blocks for what a fetch of these tokens needs of every group, in random order."""
+        """Random blocks of every group for a fetch of these tokens."""
         return self._random_blocks(
             seed, {g.name: positions(g, first_token, num_tokens) for g in self.spec.groups}
         )
 
     def whole_blocks(self, seed: int, num_tokens: int) -> Blocks:
-        """Blocks for all tokens of every group, windows included."""
         wanted = {
             group.name: range(num_tokens) if not group.state else range(min(1, num_tokens))
             for group in self.spec.groups
@@ -131,11 +159,13 @@ class Engine:
         return self._random_blocks(seed, wanted)
 
     def first_read(self, block_id: int) -> Tensor:
-        """Where the first bytes of a fetch land whose least block this is."""
+        """The first bytes of a fetch with this least block; zeroed in a ring."""
+        if self.through is not None:
+            return bits(self.through.mapped[0].view(0, KvPart.KEY))[0].zero_()
         return self.views()[0, 0, KvPart.KEY][block_id]
 
     def first_blocks(self, num_tokens: int, first_token: int = 0) -> dict[str, int]:
-        """Where the tables of `some_blocks` start, in blocks."""
+        """The first block of each table of `some_blocks`."""
         firsts = {}
         for group in self.spec.groups:
             needed = positions(group, first_token, num_tokens)
@@ -174,7 +204,6 @@ def random_bytes(num_bytes: int, generator: torch.Generator) -> Tensor:
 
 
 def same(one: Snapshot, other: Snapshot) -> bool:
-    """Whether every bit of two caches is equal."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -186,7 +215,6 @@ def make_spec(
     engine_id: str = "",
     model: str = "m",
 ) -> EngineSpec:
-    """An engine of a fresh id, so that agents can be shared by tests."""
     return EngineSpec(engine_id or uuid.uuid4().hex, model, tp, tuple(groups), pp)
 
 
@@ -198,20 +226,28 @@ async def engine(
     layout: KvLayout = NHD,
     memory: Memory | None = None,
     num_blocks: NumBlocks = NUM_BLOCKS,
+    ring_blocks: NumBlocks | None = None,
     seed: int = 0,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A registered engine, all of it in this process, its cache full of random bits.
+    """A registered engine in this process, full of random bits if there is a ``seed``.
 
-    ``memory`` says more than ``layout``, and instead of it; ``options`` are the link's.
+    ``memory`` replaces ``layout``; with ``ring_blocks`` the caches pass a ring. ``options`` are
+    those of the lab's engine, and of the link.
     """
     spec, memory = spec or make_spec(), memory or Memory(layout)
-    async with StrictEngine(attach, spec, memory, num_blocks=num_blocks, **options) as made:
-        engine = Engine(spec, made.link, made.caches, num_blocks)
+    ring = None if ring_blocks is None else by_group(spec, ring_blocks)
+    async with StrictEngine(
+        attach, spec, memory, num_blocks=num_blocks, ring_blocks=ring, **options
+    ) as made:
+        through = made if ring else None
+        engine = Engine(spec, made.link, made.caches, num_blocks, through=through)
         if seed:
             engine.fill(seed)
         yield engine
-        made.link.check_at_end()
+        if not isinstance(made.link.problem, ClosedError):
+            await until(lambda: made.ring is None or made.ring.num_held == 0)
+            made.link.check_at_end()
 
 
 class StrictEngine(lab.Engine):
@@ -234,7 +270,6 @@ class StrictEngine(lab.Engine):
         self.link.caches = self.mapped
 
     def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
-        """What `RankMemory.allocate` makes, or tensors of other strides, shared in place."""
         memory = self.memory
         if memory.is_plain:
             made = RankMemory.allocate(
@@ -253,7 +288,6 @@ class StrictEngine(lab.Engine):
         return made, KvCache(self.spec, described, tensor)
 
     def private_cache(self, rank: int) -> KvCache:
-        """The same, for a ring."""
         return private_cache(self.spec, rank, self.memory, self.num_blocks)
 
 
@@ -273,19 +307,17 @@ def rank_link(
 
 @dataclass
 class SpreadEngine(Engine):
-    """An engine whose ranks are at several agents, and can leave, one by one, and come back."""
+    """An engine at several agents; its last rank may leave and return."""
 
     agents: Sequence[AgentProcess]
     links: list[Link]
     shapes: Sequence[dict[str, Any]]
 
     async def lose(self, rank: int) -> None:
-        """Close the link of a rank; its cache is no more, and not part of the engine here."""
         await self.links[rank].aclose()
         del self.caches[rank:]
 
     async def bring_back(self, rank: int) -> None:
-        """Attach a lost last rank again, with new memory."""
         link, cache = rank_link(self.agents[rank].attach, self.spec, rank, **self.shapes[rank])
         self.links[rank] = await link.__aenter__()
         self.caches.append(cache)
@@ -301,10 +333,7 @@ async def spread_engine(
     staged: Collection[int] = (),
     seed: int = 0,
 ) -> AsyncIterator[SpreadEngine]:
-    """A registered engine; ``agents`` are those of its ranks, the first of all is its home.
-
-    The ranks in ``staged`` are unregistered.
-    """
+    """An engine with one rank at each agent, the first its home; ``staged`` are unregistered."""
     spec = spec or make_spec(tp=len(agents))
     shapes: list[dict[str, Any]] = [
         {"layout": layout, "num_blocks": num_blocks, "direct": rank not in staged}
@@ -325,9 +354,8 @@ async def spread_engine(
         )
         async with control:
             places = [agent.peer for agent in agents]
-            made = SpreadEngine(
-                spec, control, caches, num_blocks, agents, links, shapes, places=places
-            )
+            parts = control, caches, num_blocks, agents, links, shapes
+            made = SpreadEngine(spec, *parts, places=places)
             if seed:
                 made.fill(seed)
             yield made
@@ -338,7 +366,6 @@ async def spread_engine(
 
 
 def ranks_elsewhere(agents: Sequence[AgentProcess]) -> list[AgentRanks]:
-    """The ranks that are not at the first agent, with all that others need to ask theirs."""
     others: dict[str, list[int]] = {}
     for rank, agent in enumerate(agents):
         if agent is not agents[0]:
@@ -356,23 +383,19 @@ async def pair(
     *,
     tp: int = 1,
     groups: Sequence[GroupSpec] = (FULL,),
-    layout: KvLayout = NHD,
-    num_blocks: int = NUM_BLOCKS,
     **options: Any,
 ) -> AsyncIterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine that fit, with different contents."""
-    specs = [make_spec(tp=tp, groups=groups) for _ in range(2)]
-    shape: dict[str, Any] = {"layout": layout, "num_blocks": num_blocks, **options}
+    theirs, ours = (make_spec(tp=tp, groups=groups) for _ in range(2))
     async with (
-        engine(prefill_attach, specs[0], seed=1, **shape) as source,
-        engine(decode_attach, specs[1], seed=2, **shape) as target,
+        engine(prefill_attach, theirs, seed=1, **options) as source,
+        engine(decode_attach, ours, seed=2, **options) as target,
     ):
         yield source, target
 
 
 @dataclass
 class Handoff:
-    """One that has begun; ``wanted`` is what must be in the decode engine's memory at its end."""
+    """A handoff in progress; ``wanted`` is the decode engine's memory at its end."""
 
     source: Engine
     target: Engine
@@ -380,35 +403,31 @@ class Handoff:
     ours: Blocks
     wanted: Snapshot
     asked: Mapping[str, Any]
-    """What is fetched, and how."""
+    """The arguments of the fetch."""
     offer: Offer
     fetch: Fetch
     num_ready: int
     num_offered: int
 
     async def grow(self, num_ready: int) -> None:
-        """So many tokens of the offer are there."""
         more = blocks_between(self.source.spec, self.theirs, self.num_ready, num_ready)
         await self.offer.extend(num_ready, more)
         self.num_ready = num_ready
 
     async def seal(self, *steps: int) -> None:
-        """The rest of the offer is there, in these steps if there are some."""
         for num_ready in (*steps, self.num_offered):
             await self.grow(num_ready)
         await self.offer.seal()
 
     def fetch_again(self) -> None:
-        """Another fetch of the same into the same blocks."""
         asked = {"block_ids": self.ours, **self.asked}
         self.fetch = self.target.decode.fetch(self.offer.ticket, **asked)
 
     def has_landed(self) -> bool:
-        """Whether all bytes are as they must be."""
         return same(self.target.memories(), self.wanted)
 
     async def completed(self) -> Fetched:
-        """How it ended; fails unless it did so well, with every byte right."""
+        """The result; fails unless every byte is right."""
         fetched = await self.fetch.ended
         assert same(self.target.snapshot(), self.wanted), "the bytes are wrong"
         assert fetched.num_bytes == num_read_bytes(
@@ -440,8 +459,8 @@ async def begin(
 ) -> Handoff:
     """Fetch tokens [first_token, num_tokens) of a new ``offer``, or of a given one.
 
-    It has ``offered`` tokens, of which the first are ``ready`` and it is open, or all and it is
-    sealed; ``only_tails`` of the groups with windows. ``made`` says more of the offer.
+    It has ``offered`` tokens. With ``ready`` it is open and has these tokens; without, it is
+    sealed; ``only_tails`` of groups with windows. ``made`` are further options of the offer.
     """
     offered = num_tokens if offered is None else offered
     theirs, firsts = source.whole_blocks(3, offered), {}
@@ -469,12 +488,7 @@ async def begin(
 
 
 async def hand_over(
-    source: Engine,
-    target: Engine,
-    num_tokens: int = 40,
-    *,
-    steps: Sequence[int] = (),
-    **more: Any,
+    source: Engine, target: Engine, num_tokens: int = 40, *, steps: Sequence[int] = (), **more: Any
 ) -> Fetched:
     """`begin` one, which completes with every byte right; its tokens come in ``steps``."""
     ready = steps[0] if steps else None
@@ -484,23 +498,22 @@ async def hand_over(
     return await handoff.completed()
 
 
-def blocks_between(spec: EngineSpec, blocks: Blocks, start: int, stop: int) -> Blocks:
+def blocks_between(
+    spec: EngineSpec, blocks: Mapping[str, Sequence[int]], start: int, stop: int
+) -> Blocks:
     """The blocks that tokens [start, stop) need and tokens [0, start) did not."""
     some = {}
     for group in spec.groups:
         edges = [min(1, at) if group.state else at for at in (start, stop)]
         first, end = (num_blocks_for(at, group.block_size) for at in edges)
-        some[group.name] = blocks[group.name][first:end]
+        some[group.name] = list(blocks[group.name][first:end])
     return some
 
 
 async def works(
     source: Engine, target: Engine, num_tokens: int = 40, *, before: Snapshot | None = None
 ) -> bool:
-    """Whether a whole handoff gives the right bits: the agents have got over what was before.
-
-    And whether all others are as they are now, or in ``before``.
-    """
+    """Whether a handoff gives the right bits, and all others are as now, or in ``before``."""
     handoff = await begin(source, target, num_tokens, before=before)
     await handoff.fetch.ended
     await handoff.offer.ended
@@ -508,7 +521,6 @@ async def works(
 
 
 async def failure_of(fetch: Fetch | HostFetch) -> FetchFailed:
-    """How a fetch that must fail did."""
     with pytest.raises(FetchFailed) as failed:
         await fetch.ended
     return failed.value
@@ -529,13 +541,20 @@ async def start_long_read(
     try:
         await until(lambda: not torch.equal(first, before))
     except NotInTimeError as error:
-        error.add_note("\n".join(["history of the fetch:", *story_of(target, fetch)]))
+        error.add_note("\n".join(["history of the fetch:", *history_of(target, fetch)]))
         raise
     return offer, fetch
 
 
-def story_of(target: Engine, fetch: Fetch) -> list[str]:
-    """What happened to a fetch, as its agent tells it."""
+def history_of(target: Engine, fetch: Fetch) -> list[str]:
     endpoint = target.control.agent.peer_endpoint
     history: list[str] = ask(endpoint, "status", {"fetch_id": fetch.fetch_id})["ok"]["history"]
     return history
+
+
+async def hand_over_once(prefill: AgentProcess, decode: AgentProcess) -> Any:
+    """Hand over between two new engines; return the ticket."""
+    async with pair(prefill.attach, decode.attach) as engines:
+        handoff = await begin(*engines, 32)
+        await handoff.completed()
+        return handoff.offer.ticket

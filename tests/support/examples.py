@@ -1,4 +1,4 @@
-"""How many examples a property test draws, and how often a rule of a state machine is drawn."""
+"""The number of examples of a property test."""
 
 import os
 
@@ -7,5 +7,5 @@ SHARE = 4
 
 
 def num_examples(long: int, share: int = SHARE) -> int:
-    """``long`` in the profile of that name (`make test-long`), else one of ``share`` of it."""
+    """``long`` in the profile ``long`` (`make test-long`), otherwise ``long`` / ``share``."""
     return long if PROFILE == "long" else -(-long // share)

@@ -1,7 +1,6 @@
-"""What must be in a decode engine's memory after a handoff, computed head by head.
+"""The expected memory of a decode engine after a handoff, computed head by head.
 
-Refuses to ask kvbus who reads what from whom: tokens, heads and layers are looked up by what they
-are, in the views of the engines and in what their regions say that they hold.
+This module uses no plan of kvbus: it looks tokens, heads and layers up in views and regions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def positions(group: GroupSpec, first_token: int, num_tokens: int) -> range:
-    """What of a group tokens [first_token, num_tokens) need, in plain words."""
+    """Positions of a group that tokens [first_token, num_tokens) need."""
     if num_tokens <= first_token:
         return range(0)
     if group.state:
@@ -27,9 +26,9 @@ def positions(group: GroupSpec, first_token: int, num_tokens: int) -> range:
 
 
 def moved(group: GroupSpec, holder: GroupSpec, first_token: int, num_tokens: int) -> range:
-    """What a fetch of them reads of ``holder``, that group of the other side.
+    """Positions that a fetch reads of ``holder``, the group of the other side.
 
-    Of a window also what is in front of it, back to where a block begins on either side.
+    A window is read from the start of a block of either side.
     """
     needed = positions(group, first_token, num_tokens)
     start = needed.start
@@ -84,10 +83,10 @@ def num_read_bytes(
     path: str = "direct",
     places: Sequence[object] | None = None,
 ) -> int:
-    """Bytes of all that is moved for these tokens, to every rank that holds it.
+    """Bytes that move for these tokens, to every rank.
 
-    ``staged`` and ``packed``, heads that several ranks hold are read once for all that are in one
-    place: at one of several agents, where ``places`` says which agent has which rank.
+    ``staged`` and ``packed`` read a head once for all ranks of one agent; ``places`` are the
+    agents of the ranks.
     """
     num_bytes, seen = 0, set[object]()
     for (rank, layer, part), view in target.views().items():
@@ -103,7 +102,7 @@ def num_read_bytes(
 def num_pieces_compared(
     source: "Engine", target: "Engine", num_tokens: int, first_token: int = 0
 ) -> int:
-    """Pieces of 16 tokens of a head, over all ranks, that a full comparison looks at."""
+    """Pieces of 16 tokens of a head, over all ranks, in a full comparison."""
     num = 0
     for rank, layer, part in target.views():
         group = _group_of(target.spec, layer)
@@ -115,7 +114,6 @@ def num_pieces_compared(
 def _slots(
     moved: range, group: GroupSpec, block_ids: list[int], first_block: int
 ) -> tuple[Tensor, Tensor]:
-    """Block and token of each position."""
     size = group.block_size
     blocks = [block_ids[position // size - first_block] for position in moved]
     return torch.tensor(blocks), torch.tensor([position % size for position in moved])

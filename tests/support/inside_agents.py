@@ -1,4 +1,4 @@
-"""An agent whose control process is the test's; its data process is a real child."""
+"""An agent in the process of the test, with a real data process."""
 
 import asyncio
 import os
@@ -32,7 +32,6 @@ INTERFACE = "lo"
 async def inside_agent(
     role: AgentRole, config: AgentConfig, make_service: ServiceFactory, context: BusContext
 ) -> AsyncIterator[Runtime]:
-    """An agent that has started, until the block ends."""
     with _ucx_on_loopback():
         data = DataProcess(
             spawner(asyncio.get_running_loop()),
@@ -62,19 +61,14 @@ async def inside_agent(
 
 
 def thread_spawner(loop: asyncio.AbstractEventLoop) -> Spawn:
-    """Return what starts a data process as a thread of this process."""
     return partial(DataThread, loop)
 
 
 class DataThread:
-    """What a data process does, in a thread of this process, for tests that replace its parts."""
+    """A data process as a thread, for tests that replace its parts."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        _boot: str,
-        on_message: OnMessage,
-        on_exit: OnExit,
+        self, loop: asyncio.AbstractEventLoop, _boot: str, on_message: OnMessage, on_exit: OnExit
     ) -> None:
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,7 +1,4 @@
-"""How engines of tests lay out their memory, beyond what `RankMemory.allocate` does.
-
-Refuses to use the strides of another module: they are computed here, axis by axis.
-"""
+"""Layouts of memory beyond `RankMemory.allocate`; strides are computed here, axis by axis."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ from kvbus.geometry import (
 )
 
 NumBlocks = int | Mapping[str, int]
-"""Of every group, or by group."""
+"""One number for every group, or a number by group."""
 NHD = KvLayout.parse("NHD")
 GAP_BYTES = 96
 
@@ -45,12 +42,10 @@ class Memory:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `RankMemory.allocate` makes such memory."""
         return not (self.apart or self.padding)
 
 
 def rank_of(spec: EngineSpec, rank: int, memory: Memory, num_blocks: Mapping[str, int]) -> RankSpec:
-    """The rank's tensors one after the other in one segment."""
     regions: list[Region] = []
     end = GAP_BYTES
     for group, layers, parts in _tensors(spec, rank, memory):
@@ -82,7 +77,6 @@ def rank_of(spec: EngineSpec, rank: int, memory: Memory, num_blocks: Mapping[str
 
 
 def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks) -> KvCache:
-    """A rank's cache that no agent maps."""
     described = rank_of(spec, rank, memory, by_group(spec, num_blocks))
     size_bytes = described.segments[0].size_bytes
     tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=memory.device)
@@ -90,20 +84,18 @@ def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBl
 
 
 def by_group(spec: EngineSpec, num_blocks: NumBlocks) -> Mapping[str, int]:
-    """Blocks of each group."""
     if isinstance(num_blocks, int):
         return dict.fromkeys((group.name for group in spec.groups), num_blocks)
     return num_blocks
 
 
 def own_heads(tp_rank: int, tp_size: int, num_heads: int) -> range:
-    """The heads that a rank holds: its share, or a replica of the one that it would start with."""
+    """The heads of a rank: its share, or a replica of its first head."""
     first, stop = tp_rank * num_heads // tp_size, (tp_rank + 1) * num_heads // tp_size
     return range(first, stop) if stop > first else range(first, first + 1)
 
 
 def own_layers(spec: EngineSpec, rank: int) -> set[int]:
-    """The layers of the rank's pipeline stage."""
     layers = sorted(chain.from_iterable(group.layers for group in spec.groups))
     stage, num_stages = rank // spec.tp_size, spec.pp_size
     return set(layers[stage * len(layers) // num_stages : (stage + 1) * len(layers) // num_stages])

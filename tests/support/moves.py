@@ -45,7 +45,6 @@ def _checked(handler: Handler, to: tuple[Any, ...], moved: int) -> Handler:
 
 
 def enforce_all() -> None:
-    """Check all state machines of the product, once."""
     from kvbus_decode.fetch.table import FetchTable
     from kvbus_decode.read_table import TRANSITIONS as OF_TRANSFERS
     from kvbus_prefill.offer.table import OfferTable

@@ -1,7 +1,7 @@
 """Hosts of a network that a test makes for itself: network namespaces, joined by a bridge.
 
-Needs root and iproute2; `HAVE_NAMESPACES` says whether they are there. A test run that was killed
-leaves its namespaces; the next that makes some removes them, as their names tell whose they are.
+Needs root and iproute2 (`HAVE_NAMESPACES`). Names contain the process id, so that a later run
+removes namespaces of a killed one.
 """
 
 import os
@@ -24,7 +24,7 @@ BRIDGED = "kv0"
 MOST_BRIDGES = 7
 NAMES, NAMES_BYTES = Path("/etc/netns"), 1024
 HEADER_BYTES = 14 + 20 + 32
-"""Of Ethernet, IP, and TCP with time stamps."""
+"""Ethernet, IP, and TCP with time stamps."""
 
 _CONNECT = """
 import socket, sys
@@ -47,38 +47,32 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What runs the rest of a command line on this host."""
         return (str(IP), "netns", "exec", self.name)
 
-    def ports_open_at(self, address: str, ports: list[int]) -> list[int]:
-        """Which of the ports take a connection from here."""
-        answer = subprocess.run(
-            [*self.command, sys.executable, "-c", _CONNECT, address, *map(str, ports)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=WITHIN_S + 2 * len(ports),
+    def run(self, *command: str, within_s: float = WITHIN_S) -> str:
+        """Return the output of the command."""
+        ended = subprocess.run(
+            [*self.command, *command], capture_output=True, text=True, check=True, timeout=within_s
         )
-        return [int(port) for port in answer.stdout.split()]
+        return ended.stdout
+
+    def ports_open_at(self, address: str, ports: list[int]) -> list[int]:
+        """The ports that accept a connection from here."""
+        command = (sys.executable, "-c", _CONNECT, address, *map(str, ports))
+        answer = self.run(*command, within_s=WITHIN_S + 2 * len(ports))
+        return [int(port) for port in answer.split()]
 
     def received_bytes(self, interface: str) -> int:
-        """What has come in so far, without headers: of these a busy machine has more."""
-        page = subprocess.run(
-            [*self.command, "cat", "/proc/net/dev"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=WITHIN_S,
-        ).stdout
-        (line,) = [line for line in page.splitlines() if line.strip().startswith(f"{interface}:")]
+        """Bytes received so far without headers, as a busy machine sends more packets."""
+        lines = self.run("cat", "/proc/net/dev").splitlines()
+        (line,) = [line for line in lines if line.strip().startswith(f"{interface}:")]
         num_bytes, num_packets = map(int, line.partition(":")[2].split()[:2])
         return num_bytes - HEADER_BYTES * num_packets
 
     def num_connects(self) -> int:
-        """How many TCP connections its processes have begun so far, the failed ones included."""
-        command = [*self.command, "cat", "/proc/net/snmp"]
-        page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN_S)
-        names, values = (line.split() for line in page.stdout.splitlines() if line[:4] == "Tcp:")
+        """TCP connections that its processes have begun so far, the failed ones included."""
+        lines = self.run("cat", "/proc/net/snmp").splitlines()
+        names, values = (line.split() for line in lines if line[:4] == "Tcp:")
         return int(values[names.index("ActiveOpens")])
 
     def reset_connections(self, *, kept_ports: range) -> int:
@@ -90,36 +84,26 @@ class Host:
         first, last = kept_ports[0], kept_ports[-1]
         kept = [f"{end} >= :{first} and {end} <= :{last}" for end in ("sport", "dport")]
         kept.append(f"dst {self.address}")
-        ended = subprocess.run(
-            [*self.command, "ss", "-KtnH", "state", "established", f"not ( {' or '.join(kept)} )"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=WITHIN_S,
-        )
-        return len(ended.stdout.splitlines())
+        other = f"not ( {' or '.join(kept)} )"
+        return len(self.run("ss", "-KtnH", "state", "established", other).splitlines())
 
     def set_cable(self, state: str) -> None:
-        """Pull the cable out of the bridge, ``down``, or plug it in again, ``up``."""
         _ip("link", "set", self.port, state)
 
     def set_path_mtu(self, mtu: int, *, told: bool = True) -> None:
         """Let packets of at most ``mtu`` bytes leave the host, and drop larger ones.
 
-        Where it is not ``told``, its own interface takes them, as before a link of somebody else.
+        If it is not ``told``, its own interface accepts them, as before a remote link.
         """
         _ip("link", "set", self.port, "mtu", str(mtu))
         segments = 65_535 if told else 1  # a packet that hardware would cut passes every limit
         _ip("-n", self.name, "link", "set", BRIDGED, "gso_max_segs", str(segments))
 
     def set_rate(self, mbit: int) -> None:
-        """Limit what the host sends, in Mbit/s."""
         limit = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
-        command = [*self.command, str(TC), "qdisc", "replace", "dev", BRIDGED, "root", "tbf"]
-        subprocess.run([*command, *limit], check=True, timeout=WITHIN_S)
+        self.run(str(TC), "qdisc", "replace", "dev", BRIDGED, "root", "tbf", *limit)
 
     def move(self, address: str) -> "Host":
-        """Replace the address of the host; all its connections break."""
         _ip("-n", self.name, "address", "del", f"{self.address}/24", "dev", BRIDGED)
         _ip("-n", self.name, "address", "add", f"{address}/24", "dev", BRIDGED)
         return replace(self, address=address)
@@ -141,7 +125,6 @@ class Host:
             os.close(file)
 
     def add_interface(self, name: str, address: str) -> None:
-        """Give the host an interface that leads to nobody."""
         end = f"{name}end"
         _ip("-n", self.name, "link", "add", name, "type", "veth", "peer", "name", end)
         _ip("-n", self.name, "address", "add", f"{address}/24", "dev", name)
@@ -158,7 +141,7 @@ class Host:
 def bridged(*names: str) -> Iterator[dict[str, Host]]:
     """Hosts on one Ethernet, each by its interface `BRIDGED`; this machine is on it as well.
 
-    One process may have several, each with a network of its own.
+    One process may have several networks.
     """
     _remove_left()
     pid, there = os.getpid(), list(psutil.net_if_addrs())
@@ -195,10 +178,7 @@ def bridged(*names: str) -> Iterator[dict[str, Host]]:
 
 
 def _wait_for_link(host: Host, interface: str) -> None:
-    """Return once the interface says that it is up: up to a second after both ends are.
-
-    UCX does not start before that.
-    """
+    """Return once the interface is up, which UCX needs; it takes up to a second."""
     deadline = time.monotonic() + WITHIN_S
     while " state UP " not in _ip("-n", host.name, "link", "show", interface):
         if time.monotonic() > deadline:
@@ -207,7 +187,6 @@ def _wait_for_link(host: Host, interface: str) -> None:
 
 
 def _remove_left() -> None:
-    """Remove what test runs left that did not end by themselves."""
     for line in _ip("netns", "list").splitlines():
         kind, _, rest = line.partition(" ")[0].partition("-")
         pid = rest.partition("b")[0]
@@ -230,5 +209,4 @@ def _ip(*arguments: str) -> str:
 
 
 def run_ip(*arguments: str) -> None:
-    """Run `ip`, of iproute2."""
     _ip(*arguments)

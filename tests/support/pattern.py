@@ -1,8 +1,7 @@
-"""What every byte of an offer must be: a pure function of (offer, layer, part, head, token).
+"""The bytes of an offer: a pure function of (offer, layer, part, head, token).
 
-Free blocks hold a canary. kvbus is not asked where a byte lies: positions are looked up in the
-tables that the engine gave. Axes of a view: block, token (of a block), head, dim; rows are [token,
-head, dim], as raw bits.
+Free blocks hold a canary. Positions come from the tables of the engine, not from kvbus. Axes of a
+view: block, token (of a block), head, dim; rows are [token, head, dim], as raw bits.
 """
 
 import zlib
@@ -29,7 +28,7 @@ NUMPY_BITS = {torch.uint8: np.uint8, torch.int16: np.int16}
 
 Blocks = Mapping[str, Sequence[int]]
 Report = Callable[[str, str], None]
-"""Told of a violation: what it is, and of whom."""
+"""Called with a violation and its owner."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class View:
 
 
 def views_of(spec: EngineSpec, caches: Iterable[KvCache]) -> list[View]:
-    """All of an engine's cache."""
     return [
         View(
             group=spec.group(region.group),
@@ -61,7 +59,7 @@ def views_of(spec: EngineSpec, caches: Iterable[KvCache]) -> list[View]:
 
 
 def rows(offer: int, view: View, tokens: range) -> Tensor:
-    """What these tokens have in this view: [token, head, dim]."""
+    """The content of these tokens; axes: token, head, dim."""
     name = zlib.crc32(f"{offer}/{view.layer}/{view.part}".encode())
     width = view.bits.shape[3] * view.bits.itemsize
     token = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None, None] * STEPS[0]
@@ -75,7 +73,7 @@ def rows(offer: int, view: View, tokens: range) -> Tensor:
 
 
 def fill(offer: int, views: Sequence[View], blocks: Blocks, first: int, stop: int) -> None:
-    """Compute tokens [first, stop) of an offer into ``blocks``, whose tables start at token 0."""
+    """Write tokens [first, stop) of an offer; the tables of ``blocks`` start at token 0."""
     for view in views:
         size = view.group.block_size
         tokens = range(first, stop)
@@ -111,19 +109,16 @@ def expected(
 
 
 def num_wrong_bytes(one: Tensor, other: Tensor) -> int:
-    """How many bytes differ; most often none, which is quick to see."""
     if torch.equal(one, other):
         return 0
     return int((one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum())
 
 
 def canary_like(tensor: Tensor) -> Tensor:
-    """The canary in this shape."""
     return torch.full(tensor.shape, canary_of(tensor), dtype=tensor.dtype)
 
 
 def canary_of(tensor: Tensor) -> int:
-    """The number whose bytes are all the canary's."""
     signed = tensor.dtype is not torch.uint8
     return int.from_bytes(bytes([CANARY_BYTE]) * tensor.itemsize, "little", signed=signed)
 
@@ -131,7 +126,6 @@ def canary_of(tensor: Tensor) -> int:
 def _places(
     tokens: range, blocks: Sequence[int], size: int, first_block: int
 ) -> tuple[Tensor, Tensor]:
-    """Block and slot of each token."""
     at = torch.arange(tokens.start, tokens.stop)
     table = torch.as_tensor(list(blocks), dtype=torch.int64)
     return table[at // size - first_block], at % size
@@ -152,7 +146,6 @@ class Pool:
 
     @property
     def num_held(self) -> int:
-        """Blocks that are not free, of all groups."""
         return sum(n - len(self._free[group]) for group, n in self._num_blocks.items())
 
     def take(self, wanted: Mapping[str, int], owner: str) -> dict[str, list[int]] | None:
@@ -168,7 +161,6 @@ class Pool:
         return taken
 
     def give(self, blocks: Blocks) -> None:
-        """They are free: from now on nothing may land there."""
         for view in self._views:
             ids = torch.as_tensor(blocks[view.group.name], dtype=torch.int64)
             view.bits[ids] = canary_of(view.bits)
@@ -176,7 +168,6 @@ class Pool:
             self._free[group] |= set(given)
 
     def check(self) -> None:
-        """Look at every free block."""
         self._check({group: sorted(free) for group, free in self._free.items()})
 
     def _check(self, blocks: Blocks) -> None:
@@ -187,7 +178,6 @@ class Pool:
                 self._blame(view, ids, found)
 
     def _blame(self, view: View, ids: torch.Tensor, found: torch.Tensor) -> None:
-        """Say whose bytes landed late, once."""
         wrong = (found != canary_of(found)).flatten(1).any(1)
         places = [(view.group.name, int(at)) for at in ids[wrong]]
         owners = sorted({self._last.get(place, "nobody") for place in places})

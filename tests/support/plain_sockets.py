@@ -1,12 +1,10 @@
-"""Plain sockets for tests: what somebody who does not use kvbus can send, and what comes back.
-
-Refuses to check anything: frames go out as they are given.
-"""
+"""Plain sockets for tests: they send any frame unchecked, and return the reply."""
 
 import socket
 import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +28,6 @@ class Curve:
 def ask(
     endpoint: str, op: str, body: Mapping[str, Any], *, curve: Curve | None = None, **envelope: Any
 ) -> dict[str, Any]:
-    """The reply to one request of a plain DEALER; ``envelope`` replaces fields of the frame."""
     fields = {"v": 1, "op": op, "id": 1, "boot": uuid.uuid4().hex, "body": body, **envelope}
     return ask_frames(endpoint, msgpack.packb(fields), curve=curve)
 
@@ -40,11 +37,7 @@ def ask_frames(endpoint: str, *frames: bytes, curve: Curve | None = None) -> dic
 
     Raises `zmq.Again` when none came within `REPLY_WITHIN_S`.
     """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.set(zmq.LINGER, 0)
-        dealer.set(zmq.IPV6, "[" in endpoint)
-        apply(dealer, curve)
-        dealer.connect(endpoint)
+    with plain_socket(endpoint, curve) as dealer:
         for _ in range(NUM_TRIES):
             dealer.send_multipart(frames)
             if dealer.poll(round(REPLY_WITHIN_S / NUM_TRIES * 1000)):
@@ -53,8 +46,24 @@ def ask_frames(endpoint: str, *frames: bytes, curve: Curve | None = None) -> dic
         return reply
 
 
+@contextmanager
+def plain_socket(
+    endpoint: str, curve: Curve | None = None, *, kind: int = zmq.DEALER
+) -> Iterator["zmq.Socket[bytes]"]:
+    """A connected DEALER, or a SUB that gets every event."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVTIMEO, round(REPLY_WITHIN_S * 1000))
+        socket.set(zmq.IPV6, "[" in endpoint)
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        apply(socket, curve)
+        socket.connect(endpoint)
+        yield socket
+
+
 def apply(socket: "zmq.Socket[bytes]", curve: Curve | None) -> None:
-    """Give a socket its keys, before it connects."""
     if curve is not None:
         socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
@@ -62,7 +71,6 @@ def apply(socket: "zmq.Socket[bytes]", curve: Curve | None) -> None:
 
 
 def engine_socket(attach: Path) -> str:
-    """Where the agent with this attach socket takes the requests of engines."""
     return f"ipc://{attach.with_name('engine.sock')}"
 
 
@@ -81,7 +89,6 @@ class Attached:
         self.socket.close()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """One message, and descriptors with it."""
         socket.send_fds(self.socket, [struct.pack("<I", len(body)) + body], fds)
 
     def receive(self) -> dict[str, Any]:
@@ -91,12 +98,10 @@ class Attached:
         return answer
 
     def ask(self, op: str, body: object, fds: tuple[int, ...] = ()) -> dict[str, Any]:
-        """The answer to a message."""
         self.send(msgpack.packb({"op": op, "body": body}), fds)
         return self.receive()
 
     def hello(self, **changes: object) -> dict[str, Any]:
-        """The answer to a hello of a new process, but for ``changes``."""
         body = {"min_protocol": 1, "max_protocol": 1, "engine_id": "e", "boot": uuid.uuid4().hex}
         return self.ask("hello", {**body, **changes})
 

@@ -1,4 +1,4 @@
-"""A data process that a test plays: it answers where it listens, or fails, and no more."""
+"""A fake data process: it only answers `ListListening`, with sockets or errors."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,6 @@ class Played:
 
 
 def played(*sockets: tuple[str, int], errors: Iterable[KVBusError] = ()) -> DataProcess:
-    """A data process that runs, and listens at ``sockets`` once ``errors`` are over."""
-
     def spawn(_boot: str, on_message: OnMessage, _on_exit: OnExit) -> Played:
         return Played(sockets, errors, on_message)
 

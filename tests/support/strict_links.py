@@ -1,8 +1,7 @@
-"""The link of an engine that takes its agent at its word, in the callback that brings it.
+"""A link that changes blocks in the callback that releases them: a later write or read shows.
 
-An offer that is released has its blocks changed at once, so that a release that comes too early
-makes wrong bytes. Free blocks of a fetch that failed must not change again, once the engine has
-changed them if it ``overwrites``. ``caches`` are the engine's, once it has them. Axes of a view:
+Blocks of an ended offer change immediately. Free blocks of a failed fetch must not change again;
+the link changes them first if it ``overwrites``. ``caches`` are the engine's. Axes of a view:
 block, token (of a block), head, dim.
 """
 
@@ -35,7 +34,7 @@ def change_blocks(caches: Sequence[KvCache], group: str, block_ids: Any) -> None
 
 @dataclass
 class FreeBlocks:
-    """What was in a rank's blocks of a fetch when they came back; ``content`` is by view."""
+    """The content of a rank's blocks of a fetch at their release, by view."""
 
     cache: KvCache
     group: str
@@ -49,10 +48,9 @@ class FreeBlocks:
 
 
 class StrictLink(Link):
-    """Changes the blocks of an offer as soon as they are the engine's again, as any engine does: it
-    keeps a block that another offer of it still has.
+    """Changes the blocks of an ended offer, unless another offer has them.
 
-    Remembers what is in the free blocks of failed fetches, until another fetch gets them.
+    It remembers the content of free blocks of failed fetches until another fetch gets them.
     """
 
     def __init__(self, *args: Any, caches: Sequence[KvCache] = (), **more: Any) -> None:
@@ -63,7 +61,6 @@ class StrictLink(Link):
         self.free_blocks: list[FreeBlocks] = []
 
     def offer(self, request_id: str, *, block_ids: Any, **more: Any) -> Offer:
-        """As a link does; the blocks are changed in the callback that brings them back."""
         offer = super().offer(request_id, block_ids=block_ids, **more)
         self._offered[offer] = _pairs(block_ids)
         extend = offer.extend
@@ -84,7 +81,6 @@ class StrictLink(Link):
         return offer
 
     def fetch(self, ticket: Any, *, block_ids: Any, **more: Any) -> Fetch:
-        """As a link does."""
         fetch = super().fetch(ticket, block_ids=block_ids, **more)
         tables = {name: torch.as_tensor(ids).long() for name, ids in block_ids.items()}
         for group, ids in tables.items():
@@ -95,7 +91,6 @@ class StrictLink(Link):
         return fetch
 
     def check_at_end(self) -> None:
-        """`check_free_blocks`; the memory is not touched any more after this."""
         self.check_free_blocks()
         self.caches = ()
 

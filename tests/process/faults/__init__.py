@@ -1,1 +1,1 @@
-"""What goes wrong, and what the agents make of it."""
+"""Faults of agents, engines and links."""

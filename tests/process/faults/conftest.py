@@ -1,15 +1,15 @@
-"""Agents that give up soon: shared ones for faults that they survive, fresh ones for the others."""
+"""Agents with short timeouts: shared ones for faults that they survive, and fresh ones."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from kvbus.engine import Offer
+from kvbus.engine import Offer, Outcome
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
-from tests.support.agents import AgentProcess, Agents, agents_ended
+from tests.support.agents import Agents, agents_ended
 from tests.support.engines import LARGE, NUM_LARGE_BLOCKS, Engine, begin
 
 COMMON: dict[str, Any] = {"drain_timeout_s": 20.0, "engine_wait_s": 10.0}
@@ -18,12 +18,9 @@ DECODE: dict[str, Any] = {**COMMON, "lease_s": 3.0, "request_timeout_s": 5.0}
 TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
 SLOW_READS: dict[str, Any] = {**TCP, "slice_bytes": 4096}
 ONE_POST: dict[str, Any] = {**TCP, "slice_bytes": 64 << 20}
-"""Of more than the sockets between two agents hold."""
+"""The sockets between two agents hold less than one post."""
 LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
 LONG_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
-NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
-ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
-NO_SETTINGS: Mapping[str, Any] = {}
 WORKS_WITHIN_S = 60.0
 """After a fault; a second or two where cores are free."""
 ENDS_OF_CUT = (
@@ -37,31 +34,11 @@ ENDS_OF_CUT = (
 class Started(Agents):
     """Agents with the settings of this folder."""
 
-    def prefill(self, **settings: Any) -> AgentProcess:
-        """A prefill agent that is not started yet."""
-        agent: AgentProcess = self.prepare("prefill", **{**PREFILL, **settings})
-        return agent
-
-    def decode(self, **settings: Any) -> AgentProcess:
-        """A decode agent that is not started yet."""
-        agent: AgentProcess = self.prepare("decode", **{**DECODE, **settings})
-        return agent
-
-    def both(
-        self,
-        prefill: Mapping[str, Any] = NO_SETTINGS,
-        decode: Mapping[str, Any] = NO_SETTINGS,
-        **common: Any,
-    ) -> tuple[AgentProcess, AgentProcess]:
-        """One of each, started."""
-        made = self.prefill(**common, **prefill), self.decode(**common, **decode)
-        self.start(*made)
-        return made
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"prefill": PREFILL, "decode": DECODE}
 
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Started]:
-    """The agents of this folder, ended with its last test."""
     with agents_ended(Started) as agents:
         agents.both()
         yield agents
@@ -69,7 +46,6 @@ def shared() -> Iterator[Started]:
 
 @pytest.fixture
 def fresh() -> Iterator[Started]:
-    """Makes agents for one test; those that still live must hold nothing after it."""
     with agents_ended(Started) as agents:
         yield agents
         agents.check()
@@ -78,10 +54,11 @@ def fresh() -> Iterator[Started]:
 async def completes(
     source: Engine, target: Engine, ends: Collection[ErrorCode] = ENDS_OF_CUT
 ) -> bool:
-    """Whether one handoff did, with every bit right; one that failed by these changed no more."""
     handoff = await begin(source, target, timeout_s=10.0)
     try:
-        await handoff.completed()
+        await handoff.fetch.ended
+        assert handoff.has_landed(), "the bytes are wrong"
+        assert await handoff.offer.ended is Outcome.COMPLETED
     except FetchFailed as failure:
         if failure.code not in ends:
             raise
@@ -92,7 +69,6 @@ async def completes(
 
 
 async def end_offer(offer: Offer) -> None:
-    """Withdraw it, unless it has ended."""
     with suppress(RequestRefused):
         await offer.withdraw()
     await offer.ended
@@ -101,7 +77,6 @@ async def end_offer(offer: Offer) -> None:
 async def works_again(
     source: Engine, target: Engine, ends: Collection[ErrorCode] = ENDS_OF_CUT
 ) -> None:
-    """A handoff completes soon; the first tries may find out about what has happened."""
     deadline = time.monotonic() + WORKS_WITHIN_S
     while not await completes(source, target, ends):
         assert time.monotonic() < deadline

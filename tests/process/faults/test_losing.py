@@ -1,8 +1,6 @@
-"""An agent is dead or stopped: who waits for it is told.
+"""The SDK and the agents while an agent is dead or stopped.
 
-What ends a handoff in its middle, by each way of its bytes, is in
-`tests/process/handoffs/test_ends.py`, and what is decided then in `tests/sim`. Here are the SDK,
-and signals at other moments.
+`tests/process/handoffs/test_ends.py` ends handoffs in the middle, on each path.
 """
 
 import asyncio
@@ -15,21 +13,15 @@ import pytest
 
 from kvbus.engine import Fetch, Link, Offer, Outcome
 from kvbus.engine.bounce import HostBuffer, HostLink, HostPool, LocalCopier
-from kvbus.errors import AgentHungUp, ErrorCode, KVBusError
+from kvbus.errors import AgentHungUp, ErrorCode
 from kvbus.lab.lab_engine import device_copy
-from tests.process.faults.conftest import (
-    LONG,
-    LONG_TOKENS,
-    NOTHING,
-    ONE_BLOCK,
-    ONE_POST,
-    SLOW_READS,
-    Started,
-)
-from tests.support.agents import until
+from tests.process.faults.conftest import LONG, LONG_TOKENS, ONE_POST, SLOW_READS, Started
+from tests.support.agents import AgentProcess, until
 from tests.support.engines import (
     LARGE,
+    NOTHING,
     NUM_LARGE_BLOCKS,
+    ONE_BLOCK,
     engine,
     failure_of,
     make_spec,
@@ -38,58 +30,15 @@ from tests.support.engines import (
     start_long_read,
     works,
 )
-from tests.support.host_engines import host_engine
 from tests.support.memories import Memory, private_cache
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_save_to_offer_expired_with_agent_fails_and_frees_ring(
-    fresh: Started,
+async def test_fetches_of_stopped_agent_end_and_report_free_blocks_later(
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    fresh.start(prefill := fresh.prefill())
-    ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
-    spec = make_spec(groups=(LARGE,))
-    async with host_engine(
-        prefill.attach, spec, memory=Memory(), agent_wait_s=0.2, **ring
-    ) as source:
-        offer = await source.host.offer("r", num_tokens=LONG_TOKENS // 2, ttl_s=0.3)
-
-        prefill.kill()
-        assert await offer.ended is Outcome.EXPIRED
-        with pytest.raises(KVBusError, match="its offer has ended"):
-            await offer.save(LARGE.block_size, {"full": [1]})
-
-        assert source.ring.num_held == 0
-
-
-async def test_fetch_of_stopped_agent_ends_and_blocks_stay_in_doubt(
-    fresh: Started,
-) -> None:
-    prefill, decode = fresh.both()
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        heard: list[str] = []
-        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=0.5)
-        fetch.ended.add_callback(lambda: heard.append("ended"))
-        fetch.freed.add_callback(lambda: heard.append("freed"))
-
-        decode.signal(signal.SIGSTOP)
-        failure = await failure_of(fetch)
-        free_early = fetch.are_blocks_free
-        decode.signal(signal.SIGCONT)
-        await fetch.freed
-
-        assert (failure.code, failure.stage) == (ErrorCode.TIMEOUT, "silent")
-        assert (failure.blocks_free, free_early) == (False, False)
-        assert "not known" in failure.message
-        assert heard == ["ended", "freed"]
-        await offer.withdraw()
-
-
-async def test_step_loop_hears_of_each_end_once_and_late_blocks_once(fresh: Started) -> None:
     """``late`` is reported before its blocks are free, ``both`` when they are."""
-    prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach) as (source, target):
         link = target.control
         offers = [await source.prefill.offer(name, **NOTHING, sealed=False) for name in "rs"]
@@ -107,21 +56,24 @@ async def test_step_loop_hears_of_each_end_once_and_late_blocks_once(fresh: Star
         await until(lambda: late.freed.done() and both.freed.done())
         told_early = late.are_blocks_free
         second = link.ended()
-
         assert (first, second) == ([late], [both, late])
-        assert not told_early, "what a report says stays so until the next one"
+        assert not told_early, "a report stays as it is until the next one"
         assert late.are_blocks_free
         assert both.are_blocks_free
         assert link.ended() == []
+        failure = await failure_of(late)
+        assert (failure.code, failure.stage) == (ErrorCode.TIMEOUT, "silent")
+        assert not failure.blocks_free
+        assert "not known" in failure.message
         for offer in offers:
             await offer.withdraw()
 
 
 async def test_calls_return_in_any_thread_and_loop_with_stopped_agents(
-    fresh: Started,
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     """A call that waited for an agent would never return."""
-    both = fresh.both()
+    both = prefill, decode
     async with pair(*(agent.attach for agent in both)) as (source, target):
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
         ticket = offer.ticket
@@ -156,9 +108,7 @@ async def test_calls_return_in_any_thread_and_loop_with_stopped_agents(
         await offer.withdraw()
 
 
-async def test_blocks_stay_in_doubt_when_live_agent_hangs_up_on_engine(
-    fresh: Started,
-) -> None:
+async def test_blocks_stay_in_doubt_when_live_agent_hangs_up_on_engine(fresh: Started) -> None:
     prefill, decode = fresh.both(**SLOW_READS)
     theirs, ours = (make_spec(groups=(LARGE,)) for _ in range(2))
     large: dict[str, Any] = {
@@ -175,20 +125,17 @@ async def test_blocks_stay_in_doubt_when_live_agent_hangs_up_on_engine(
             offer = await source.prefill.offer("r", **large)
             fetch = control.fetch(offer.ticket, **large)
             await until(lambda: decode.metric("data_jobs") > 0)
-
         failure = await failure_of(fetch)  # a rank has left, and with it the engine
         with pytest.raises(AgentHungUp):
             await fetch.freed
-
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
         await offer.withdraw()
 
 
 async def test_host_blocks_in_doubt_are_logged_and_not_given_away(
-    fresh: Started, caplog: pytest.LogCaptureFixture
+    prefill: AgentProcess, decode: AgentProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode = fresh.both()
     spec, sizes = make_spec(), {"full": 4}
     pool, buffer = HostPool(sizes), HostBuffer(spec, 0, sizes)
     copier = LocalCopier([buffer], device_copy([private_cache(spec, 0, Memory(), 4)]))
@@ -201,33 +148,26 @@ async def test_host_blocks_in_doubt_are_logged_and_not_given_away(
             await until(lambda: decode.status()["counts"]["fetches"])
         await failure_of(fetch)  # a rank has left, and with it the engine
         await until(lambda: "host blocks are lost" in caplog.text)
-
         assert f"{fetch.fetch_id}: its 1 host blocks" in caplog.text
         assert pool.num_held == 1
         await offer.withdraw()
 
 
-async def test_blocks_are_free_once_agent_awaiting_transfers_has_ended(
-    fresh: Started,
-) -> None:
+async def test_blocks_are_free_once_agent_awaiting_transfers_has_ended(fresh: Started) -> None:
     prefill, decode = fresh.both(SLOW_READS, {**SLOW_READS, "drain_timeout_s": 0.2})
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         _, fetch = await start_long_read(source, target)
-
         prefill.signal(signal.SIGSTOP)  # what was posted does not end
         decode.signal(signal.SIGTERM)
         failure = await failure_of(fetch)
         await fetch.freed
         decode_lives = decode.alive
-        prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
-
+        prefill.kill()  # UCX might abort it, as its reader has died
         assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, False)
         assert not decode_lives
 
 
-async def test_reader_resuming_its_undriven_read_does_no_harm(
-    fresh: Started,
-) -> None:
+async def test_reader_resuming_its_undriven_read_does_no_harm(fresh: Started) -> None:
     """Its read ends without another handoff, which would drive the prefill agent."""
     prefill, decode = fresh.both(**ONE_POST)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
@@ -243,6 +183,5 @@ async def test_reader_resuming_its_undriven_read_does_no_harm(
         decode.signal(signal.SIGCONT)
         await fetch.ended
         await offer.ended
-
         assert decode.logged("handoff.completed")[-1]["attempts"] > 1
         assert await works(source, target)

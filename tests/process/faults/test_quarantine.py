@@ -1,4 +1,4 @@
-"""Blocks of reads that never end come back, once the data process that reads has been replaced."""
+"""Blocks of reads that never end return once the data process is replaced."""
 
 import resource
 import signal
@@ -14,29 +14,20 @@ from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
 from tests.process.faults.conftest import LONG, LONG_TOKENS, ONE_POST, SLOW_READS, Started
 from tests.support.agents import until
-from tests.support.engines import (
-    NUM_LARGE_BLOCKS,
-    Engine,
-    failure_of,
-    pair,
-    start_long_read,
-    works,
-)
-from tests.tools.chaos.links import PROXY_HOST, Link
+from tests.support.engines import NUM_LARGE_BLOCKS, Engine, failure_of, pair, start_long_read, works
+from tests.support.late_links import LINKED, late_link, look_past_link
 
 pytestmark = pytest.mark.anyio
 
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
-NUM_DRAINED, DRAIN_PERIOD_S = 6, 1.0
-CHECK = b"\xa2op\xa5check"
+NUM_DRAINED, DRAIN_PERIOD_S = 3, 1.0
 ROOM_BYTES = 4 << 20
 """Less than the stack of a thread has, 8 MiB."""
 
 
 @contextmanager
 def no_new_threads(pid: int) -> Iterator[None]:
-    """Leave the process no room for the stack of another thread, and some for all else."""
     before = resource.prlimit(pid, resource.RLIMIT_AS)
     most = psutil.Process(pid).memory_info().vms + ROOM_BYTES
     resource.prlimit(pid, resource.RLIMIT_AS, (most, before[1]))
@@ -53,7 +44,6 @@ async def test_an_agent_copies_where_no_thread_can_be_started_any_more(fresh: St
         with no_new_threads(decode.pid):
             for _ in range(2):
                 assert await works(source, target, LONG_TOKENS // 2)
-
         assert decode.metric("data_jobs") == 0
 
 
@@ -61,13 +51,13 @@ async def test_an_agent_copies_where_no_thread_can_be_started_any_more(fresh: St
 async def stuck(
     fresh: Started, *, fabric: str = "tcp", when: str = "within"
 ) -> AsyncIterator[tuple[Engine, Engine, Offer, Fetch]]:
-    """A read of an agent that is stopped within it, or before one post that reads ahead.
+    """A failed read of an agent that stops within it, or before one speculative post.
 
-    It has failed by now, and its blocks are in quarantine.
+    Its blocks are in quarantine.
     """
     posts = ONE_POST if when == "before" else SLOW_READS
     settings: dict[str, Any] = {**posts, "env": FABRICS[fabric]}
-    prefill, decode = fresh.both(decode={"quarantine_timeout_s": 5.0}, **settings)
+    prefill, decode = fresh.both(decode={"quarantine_timeout_s": 2.0}, **settings)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         if when == "within":
             offer, fetch = await start_long_read(source, target)
@@ -100,7 +90,6 @@ async def test_stuck_read_frees_blocks_and_nothing_lands_on_resume(
         prefill.signal(signal.SIGCONT)
         await offer.withdraw()
         await offer.ended
-
         assert (num_jobs, num_replaced) == (0, 1)
         assert decode.says("data.replaced")
         assert await works(source, target, before=freed)
@@ -109,21 +98,9 @@ async def test_stuck_read_frees_blocks_and_nothing_lands_on_resume(
     assert decode.alive
 
 
-class CountingLink(Link):
-    num_checks = 0
-    """How often the source was asked to drive what is read."""
-
-    async def _let(self, some: bytes, *, is_request: bool) -> None:
-        self.num_checks += is_request * some.count(CHECK)
-        await self._passes.wait()
-
-
-async def test_draining_reads_of_one_source_share_one_ask_a_second(fresh: Started) -> None:
-    fresh.start(prefill := fresh.prefill(**SLOW_READS, advertise_host=PROXY_HOST))
-    fresh.start(decode := fresh.decode(**SLOW_READS))
-    link = CountingLink(int(prefill.settings["peer_bind"].rpartition(":")[2]))
-    await link.open()
-    async with pair(prefill.attach, decode.attach) as (source, target):
+async def test_draining_reads_of_one_source_share_one_check_a_second(fresh: Started) -> None:
+    prefill, decode = fresh.both(LINKED, **SLOW_READS)
+    async with late_link(prefill) as link, pair(prefill.attach, decode.attach) as (source, target):
         assert await works(source, target)
         offers = [
             await source.prefill.offer(f"r{at}", num_tokens=16, block_ids={"full": [at]})
@@ -135,16 +112,14 @@ async def test_draining_reads_of_one_source_share_one_ask_a_second(fresh: Starte
             for at, one in enumerate(offers)
         ]
         failures = [await failure_of(fetch) for fetch in fetches]
-        began_at, before = time.monotonic(), link.num_checks
-        await until(lambda: link.num_checks >= before + NUM_DRAINED)
-        lasted_s, num_checks = time.monotonic() - began_at, link.num_checks - before
+        began_at, before = time.monotonic(), link.counts["check"]
+        await until(lambda: link.counts["check"] >= before + NUM_DRAINED)
+        lasted_s, num_checks = time.monotonic() - began_at, link.counts["check"] - before
         prefill.signal(signal.SIGCONT)
         for fetch, offer in zip(fetches, offers, strict=True):
             await fetch.freed
             await offer.withdraw()
             await offer.ended
-
+        look_past_link(prefill)
     assert not any(failure.blocks_free for failure in failures)
     assert num_checks <= 2 + lasted_s / DRAIN_PERIOD_S
-    prefill.started["peer"] = prefill.settings["peer_bind"]  # it is looked at without the link
-    await link.close()

@@ -1,6 +1,6 @@
-"""What an agent does not start with it says in a line; what it says at its HTTP port once it is up.
+"""Settings that an agent refuses in one line, and its HTTP port.
 
-Which values a key may have is shown in `tests/unit/agent/test_config_sources.py`.
+`tests/unit/agent/test_config_sources.py` tests the values of each key.
 """
 
 import json
@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from kvbus.agent.access import Access, load_http_token, load_ticket_keys
 from kvbus.agent.config import load_config
+from kvbus.agent.data_plane import choose_interfaces
+from kvbus.errors import ConfigError
 from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
-from tests.process.faults.conftest import NOTHING, Started
-from tests.support.agents import AgentProcess, until
-from tests.support.engines import engine, hand_over, pair
+from tests.process.faults.conftest import Started
+from tests.support.agents import AgentProcess, until, write_config
+from tests.support.engines import NOTHING, engine, hand_over, pair
 from tests.support.keyring import KeyRing
 from tests.support.plain_sockets import ask
 
@@ -30,14 +33,18 @@ WELL = (200, "ok\n")
 
 Refused = tuple[str, dict[str, Any], str]
 EXPOSED = {"peer_bind": "tcp://0.0.0.0:0", "advertise_host": "host"}
-"""Whoever reaches this machine may connect."""
-USAGE = {"no number", "no port", "no address for others", "more peers than places"}
-"""What ends with status 2."""
+EVENTS_ALONE = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://0.0.0.0:0"}
+USAGE = {"no number"}
+"""Ends with status 2."""
+STARTED = {
+    *("no number", "a long path", "no room", "no UCX", "no interface", "peers without keys"),
+    *("a ticket key that is short", "a token that others read", "any interface for KV"),
+}
+"""Shown by agents that start; the others by the functions that an agent calls."""
 TOKEN = "a-token-of-some-length"
 
 
 def refused(folder: Path) -> dict[str, Refused]:
-    """By what is wrong: the role, the settings that differ, and what is said of it."""
     ring = KeyRing(folder)
     keys, readable = ring.settings("p"), ring.settings("readable")
     ring.secret_path("readable").chmod(0o644)
@@ -91,11 +98,7 @@ def refused(folder: Path) -> dict[str, Refused]:
             "error: UCX_NET_DEVICES: this machine has no bogus0",
         ),
         "peers without keys": ("prefill", EXPOSED, "insecure = true"),
-        "events without keys": (
-            "decode",
-            {"events_bind": "tcp://0.0.0.0:0", "advertise_host": "host"},
-            "insecure = true",
-        ),
+        "events without keys": ("decode", {**EXPOSED, **EVENTS_ALONE}, "insecure = true"),
         "a key and nobody trusted": ("prefill", alone("key_file"), "'authorized_keys': needed"),
         "trust without a key": ("prefill", alone("authorized_keys"), "'key_file': needed"),
         "a key that others read": ("prefill", readable, "others can read the secret in it"),
@@ -123,29 +126,43 @@ def refused(folder: Path) -> dict[str, Refused]:
 def test_unusable_or_unsafe_setting_is_refused_at_start_by_key(
     fresh: Started, tmp_path: Path
 ) -> None:
-    """Side by side, as a start takes a second."""
-    wrong = refused(tmp_path)
-    launched = {why: fresh.prepare(role, **settings) for why, (role, settings, _) in wrong.items()}
+    wrong, said = refused(tmp_path), dict[str, str]()
+    launched = {why: fresh.prepare(wrong[why][0], **wrong[why][1]) for why in STARTED}
     for agent in launched.values():
         agent.expected_trouble |= {"not json", "data_plane.closed"}
         agent.launch()
-
+    for why in wrong.keys() - STARTED:
+        role, settings, _ = wrong[why]
+        said[why] = reason_against(KINDS[role], settings, tmp_path / "agent.toml")
+    for why, agent in launched.items():
+        status, said[why] = ended(agent)
+        assert status == (2 if why in USAGE else 1), (why, said[why])
     for why, (_, _, told) in wrong.items():
-        status, said = ended(launched[why])
-        assert status == (2 if why in USAGE else 1), (why, said)
-        assert re.search(told, said), (why, said)
-        assert TOKEN not in said
+        assert re.search(told, said[why]), (why, said[why])
+        assert TOKEN not in said[why]
+
+
+def reason_against(kind: type[Any], settings: dict[str, Any], path: Path) -> str:
+    binds = dict.fromkeys(("peer_bind", "events_bind"), "tcp://127.0.0.1:0")
+    write_config(path, {"agent_id": "a", **binds, **settings})
+    try:
+        config = load_config(kind, path)
+        Access.open(config)
+        load_ticket_keys(config.ticket_keys)
+        load_http_token(config)
+        choose_interfaces(config)
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
 def ended(agent: AgentProcess) -> tuple[int, str]:
-    """How an agent that cannot start ended, and what it said."""
     status, said = agent.exit_status(), "\n".join(agent.lines())
     assert "Traceback" not in said
     return status, said
 
 
 def writers_in(folder: Path) -> set[str]:
-    """Agents whose NIXL has written telemetry."""
     return {path.name.rpartition("-")[0] for path in folder.iterdir()}
 
 
@@ -163,10 +180,8 @@ async def test_agents_hand_off_in_environment_of_other_programs(
     (tmp_path / "of-vllm").mkdir()
     is_missing = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
     prefill, decode = fresh.both({"env": others}, {"env": others | is_missing})
-
     async with pair(prefill.attach, decode.attach) as engines:
         fetched = await hand_over(*engines)
-
     assert fetched.path == "direct"
     assert prefill.metric("event_loop_lag_seconds_count") > 0
     assert not list((tmp_path / "of-vllm").iterdir())
@@ -184,10 +199,8 @@ async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started
         "insecure": True,
     }
     prefill, decode = fresh.both(everywhere)
-
     async with pair(prefill.attach, decode.attach) as engines:
         fetched = await hand_over(*engines)
-
     assert fetched.path == "direct"
     assert prefill.page("/metrics")[0] == 200
     assert prefill.peer.startswith("tcp://[::1]:")
@@ -195,20 +208,20 @@ async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started
     assert ask(over_ipv4, "status", {})["ok"]["counts"]["offers"] == 0
 
 
-@pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])
 def test_second_agent_names_setting_in_use_and_first_lives_on(
-    prefill: AgentProcess, fresh: Started, taken: str
+    prefill: AgentProcess, fresh: Started
 ) -> None:
-    in_use = str(prefill.settings[taken])
-
-    second = fresh.prefill(**{taken: in_use})
-    second.expected_trouble.add("not json")
-    second.launch()
-    status, said = ended(second)
-
-    assert status == 1
-    assert said.count(in_use.removeprefix("tcp://")) == 1
-    assert taken == "runtime_dir" or f"error: key '{taken}': cannot bind" in said
+    keys = (*ADDRESSES, "runtime_dir")
+    in_use: dict[str, Any] = {key: str(prefill.settings[key]) for key in keys}
+    others = {key: fresh.prepare("prefill", **{key: in_use[key]}) for key in keys}
+    for agent in others.values():
+        agent.expected_trouble.add("not json")
+        agent.launch()
+    for key, agent in others.items():
+        status, said = ended(agent)
+        assert status == 1
+        assert said.count(in_use[key].removeprefix("tcp://")) == 1
+        assert key == "runtime_dir" or f"error: key '{key}': cannot bind" in said
     assert prefill.idle()
 
 
@@ -218,9 +231,7 @@ def test_printed_config_is_default_and_explains_every_key(role: str, tmp_path: P
     printed = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
     path, lines = tmp_path / "agent.toml", printed.splitlines()
     path.write_text(printed)
-
     config = load_config(KINDS[role], path)
-
     required = {"agent_id": f"{role}-0", **{key: getattr(config, key) for key in ADDRESSES}}
     assert config == KINDS[role](**required)
     assert all(
@@ -229,10 +240,8 @@ def test_printed_config_is_default_and_explains_every_key(role: str, tmp_path: P
 
 
 @pytest.mark.anyio
-async def test_agent_is_ready_with_engine_and_not_while_draining(
-    fresh: Started,
-) -> None:
-    agent = fresh.prefill(ready_needs_engine=True)
+async def test_agent_is_ready_with_engine_and_not_while_draining(fresh: Started) -> None:
+    agent = fresh.prepare("prefill", ready_needs_engine=True)
     fresh.start(agent)
     before, alive = agent.page("/readyz"), agent.page("/healthz")
     async with engine(agent.attach):
@@ -245,16 +254,13 @@ async def test_agent_is_ready_with_engine_and_not_while_draining(
         draining, still_alive = agent.page("/readyz"), agent.page("/healthz")
         await offer.withdraw()
     await until(lambda: not agent.alive)
-
     assert (before[0], "no engine" in before[1]) == (503, True)
     assert alive == during == still_alive == WELL
     assert (draining[0], "draining" in draining[1]) == (503, True)
 
 
 @pytest.mark.anyio
-async def test_http_page_and_peer_socket_agree_on_agent_and_offer(
-    prefill: AgentProcess,
-) -> None:
+async def test_http_page_and_peer_socket_agree_on_agent_and_offer(prefill: AgentProcess) -> None:
     async with engine(prefill.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
         asked = {"offer_id": offer.offer_id}
@@ -262,21 +268,6 @@ async def test_http_page_and_peer_socket_agree_on_agent_and_offer(
         status, told, traced = [json.loads(prefill.page(page)[1]) for page in pages]
         same_status, same_story = prefill.status(), prefill.status(**asked)["history"]
         await offer.withdraw()
-
     assert status == same_status
     assert told["history"] == same_story[: len(told["history"])] != []
     assert traced["spans"][0]["name"] == "offer"
-
-
-def test_a_token_keeps_strangers_out_of_all_but_the_probes(fresh: Started, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-token-of-some-length\n")
-    agent = fresh.prefill(http_token_file=str(token))
-    fresh.start(agent)
-
-    paths = ("/status", "/metrics", "/healthz", "/readyz")
-    told = {path: (agent.page(path, Authorization="")[0], agent.page(path)[0]) for path in paths}
-
-    assert told == {path: (200 if path.endswith("z") else 401, 200) for path in paths}
-    assert token.read_text().strip() not in "\n".join(agent.lines())

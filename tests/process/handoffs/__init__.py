@@ -1,1 +1,1 @@
-"""What only real agents, NIXL, libzmq and the kernel can show."""
+"""Handoffs between real agents, with NIXL, libzmq and the kernel."""

@@ -17,20 +17,17 @@ SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYT
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
-    """The agents of this folder, ended with its last test."""
     with started("prefill", "decode", "decode") as agents:
         yield agents
 
 
 @pytest.fixture
 def other_decode(agents: Agents) -> AgentProcess:
-    """Another decode agent."""
     return agents.all[2]
 
 
 @pytest.fixture(scope="package")
 def shaped() -> Iterator[Agents]:
-    """Two prefill agents, and for each path two decode agents that compare all that they read."""
     with agents_ended(Agents) as agents:
         few_at_once = 2  # side by side they are too slow on few cores
         wanted = [agents.prepare("prefill", log_level="debug", **SLOTS) for _ in range(2)]
@@ -49,7 +46,6 @@ def shaped() -> Iterator[Agents]:
 
 @pytest.fixture
 def shapes(shaped: Agents) -> Iterator[ShapedAgents]:
-    """The agents for engines of different shapes, which must hold nothing after each test."""
     *pairs, auto = shaped.all
     names = ("prefill", *PATHS)
     first, second = (dict(zip(names, pairs[at::2], strict=True)) for at in range(2))

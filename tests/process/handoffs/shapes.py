@@ -1,7 +1,4 @@
-"""Handoffs between engines of two shapes, all bytes of the decode engine compared.
-
-Refuses to compare less than the whole memory: what must not change did not.
-"""
+"""Handoffs between engines of two shapes; tests compare all memory of the decode engine."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,17 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvbus.geometry import (
-    EngineSpec,
-    GroupSpec,
-    KvPart,
-    StatePart,
-    num_blocks_for,
-    state_group,
-)
+from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, num_blocks_for, state_group
 from tests.support.agents import AgentProcess
 from tests.support.engines import Engine, engine, make_spec, spread_engine
-from tests.support.host_engines import host_engine
 from tests.support.memories import Memory
 
 PATHS = ("direct", "staged", "packed", "mapped")
@@ -38,27 +27,22 @@ PLAIN = Memory()
 
 @dataclass(frozen=True)
 class ShapedAgents:
-    """A prefill agent, and a decode agent that is forced to each path, or to none (``auto``).
-
-    ``siblings`` are second ones, of ``prefill`` and of the paths, for ranks that are elsewhere.
-    """
+    """A prefill agent, and a decode agent for each path; ``siblings`` have ranks elsewhere."""
 
     prefill: AgentProcess
     decode: Mapping[str, AgentProcess]
     siblings: Mapping[str, AgentProcess] = field(default_factory=dict)
 
     def of(self, side: str) -> list[AgentProcess]:
-        """All agents of ``prefill``, or of the decode engines with a path."""
         first = self.prefill if side == "prefill" else self.decode[side]
         return [first, *([self.siblings[side]] if side in self.siblings else [])]
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one engine has of its own.
+    """The shape of one engine.
 
-    With ``host`` its cache goes through a ring; with ``places`` its ranks are at several agents,
-    whose numbers these are.
+    With ``host`` its cache passes a ring; ``places`` are the numbers of its ranks' agents.
     """
 
     tp: int = 1
@@ -69,7 +53,6 @@ class Side:
     places: str = ""
 
     def spec(self, groups: Sequence[GroupSpec]) -> EngineSpec:
-        """An engine with these groups, in blocks of its own."""
         sized = groups
         if self.block_size is not None:
             sized = [
@@ -86,14 +69,13 @@ class Side:
         num_blocks: Mapping[str, int],
         seed: int,
     ) -> AbstractAsyncContextManager[Engine]:
-        """The engine, at one or all of these agents."""
         blocks: dict[str, Any] = {"num_blocks": num_blocks, "seed": seed}
         if self.places:
             at = [agents[int(place)] for place in self.places]
             staged = () if self.memory.direct else range(len(at))
             return spread_engine(at, spec, layout=self.memory.layout, staged=staged, **blocks)
-        opened = host_engine if self.host else engine
-        return opened(agents[0].attach, spec, memory=self.memory, **blocks)
+        ring = num_blocks if self.host else None
+        return engine(agents[0].attach, spec, memory=self.memory, ring_blocks=ring, **blocks)
 
 
 @asynccontextmanager
@@ -106,14 +88,10 @@ async def two_engines(
     groups: Sequence[GroupSpec] = (GROUP,),
     max_tokens: int = 100,
 ) -> AsyncIterator[tuple[Engine, Engine]]:
-    """A prefill engine and a decode engine, the latter at the agent for ``path``."""
     theirs, ours = prefill.spec(groups), decode.spec(groups)
     async with (
         prefill.open(
-            agents.of("prefill"),
-            theirs,
-            num_blocks=_enough(theirs, max_tokens),
-            seed=1,
+            agents.of("prefill"), theirs, num_blocks=_enough(theirs, max_tokens), seed=1
         ) as source,
         decode.open(agents.of(path), ours, num_blocks=_enough(ours, max_tokens), seed=2) as target,
     ):

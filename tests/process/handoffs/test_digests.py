@@ -1,7 +1,7 @@
-"""What was read is compared with what the prefill engine has: a flipped bit fails the fetch."""
+"""Digests of both sides are compared: a flipped bit fails the fetch."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -13,11 +13,11 @@ from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import GroupSpec, KvLayout
 from tests.process.handoffs.conftest import SLOTS
 from tests.process.handoffs.shapes import GROUP, STATE, WINDOW, ShapedAgents, Side, two_engines
-from tests.process.handoffs.tap import TAPPED, Tap, tapped
 from tests.support.agents import Agents, agents_ended, until
 from tests.support.engines import Engine, Handoff, begin, failure_of, hand_over
 from tests.support.examples import num_examples
 from tests.support.expected import positions
+from tests.support.late_links import LINKED, LateLink, late_link, look_past_link
 from tests.support.memories import Memory
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[Side, Side, Sequence[GroupSpec]]] = {
     "packed": (Side(block_size=48, memory=HND), Side(block_size=5), (GROUP,)),
 }
 """By path."""
+DIGESTS = {"direct": "full", "packed": "full", "mapped": "sampled"}
 NUM_FLIPS = num_examples(24)
 """For each path; `tests/unit/data/test_digests.py` holds the digests of any memory to loops."""
 PIECE = re.compile(
@@ -38,42 +39,35 @@ PIECE = re.compile(
 
 @dataclass(frozen=True)
 class Site:
-    """Decode agents that compare, by path, and a prefill agent with a tap at it."""
+    """Decode agents that compare, by path, and a prefill agent behind a link."""
 
-    agents: Agents
     shapes: ShapedAgents
-    tap: Tap
+    link: LateLink
 
     def num_pieces(self, path: str, outcome: str) -> float:
-        """How many a decode agent has compared, with this outcome."""
         return self.shapes.decode[path].metric("digests_total", outcome=outcome)
 
 
 @pytest.fixture(scope="module")
-def shared_site() -> Iterator[Site]:
-    """The agents of this file, ended with its last test."""
+def shared() -> Iterator[Agents]:
     with agents_ended(Agents) as agents:
-        prefill = agents.prepare("prefill", **SLOTS, **TAPPED)
-        decode = {
-            path: agents.prepare(
+        agents.prepare("prefill", **SLOTS, **LINKED)
+        for path, digest in DIGESTS.items():
+            agent = agents.prepare(
                 "decode", path=path, mapped=path == "mapped", digest=digest, **SLOTS
             )
-            for path, digest in (("direct", "full"), ("packed", "full"), ("mapped", "sampled"))
-        }
-        for agent in decode.values():
             agent.expected_trouble.add("digest.failed")
-        with tapped(prefill) as tap:
-            agents.start(*agents.all)
-            prefill.started["peer"] = prefill.settings["peer_bind"]
-            yield Site(agents, ShapedAgents(prefill, decode), tap)
+        agents.start(*agents.all)
+        look_past_link(agents.all[0])
+        yield agents
 
 
 @pytest.fixture
-def site(shared_site: Site) -> Iterator[Site]:
-    """The agents, which must hold nothing after each test."""
-    yield shared_site
-    shared_site.tap.let_through()
-    shared_site.agents.check()
+async def site(agents: Agents) -> AsyncIterator[Site]:
+    prefill, *decode = agents.all
+    shapes = ShapedAgents(prefill, dict(zip(DIGESTS, decode, strict=True)))
+    async with late_link(prefill) as link:
+        yield Site(shapes, link)
 
 
 def flip(random: Random, handoff: Handoff) -> tuple[Any, ...]:
@@ -95,7 +89,6 @@ def flip(random: Random, handoff: Handoff) -> tuple[Any, ...]:
 
 
 def holders(engine: Engine, layer: int, part: str, head: int) -> dict[int, tuple[int, Any]]:
-    """Where a head is, by rank: its number in a view, and that view."""
     return {
         place[0]: (engine.heads(*place).index(head), view)
         for place, view in engine.views().items()
@@ -104,7 +97,6 @@ def holders(engine: Engine, layer: int, part: str, head: int) -> dict[int, tuple
 
 
 def is_named(flipped: tuple[Any, ...], message: str) -> bool:
-    """Whether a failure names the piece with that bit."""
     named = PIECE.search(message)
     assert named is not None, message
     rank, layer, part, head, start, stop = named.groups()
@@ -116,8 +108,7 @@ def is_named(flipped: tuple[Any, ...], message: str) -> bool:
 async def landed(
     site: Site, source: Engine, target: Engine, num_tokens: int, first_token: int = 0
 ) -> Handoff:
-    """Hand over until all bytes have landed: the prefill agent is not asked for digests yet."""
-    site.tap.keep("digest")
+    site.link.late = "digest"
     handoff = await begin(source, target, num_tokens, first_token=first_token, timeout_s=120.0)
     await until(lambda: handoff.fetch.notice is not None or handoff.has_landed(), 120.0)
     assert handoff.fetch.notice is None, handoff.fetch.notice
@@ -125,8 +116,7 @@ async def landed(
 
 
 async def compared(site: Site, handoff: Handoff) -> FetchFailed | None:
-    """How it ends once it is asked for the digests."""
-    site.tap.let_through()
+    site.link.heal()
     failure = None
     try:
         await handoff.fetch.ended
@@ -148,7 +138,6 @@ async def test_flipped_bit_is_found_and_located(site: Site, path: str) -> None:
             handoff = await landed(site, *engines, NUM_TOKENS, first)
             flipped = flip(random, handoff)
             failed = await compared(site, handoff)
-
             assert failed is not None, flipped
             assert failed.code is ErrorCode.DIGEST_MISMATCH
             assert is_named(flipped, failed.message), (flipped, failed.message)
@@ -165,26 +154,13 @@ async def test_of_a_sample_a_few_pieces_are_compared(site: Site) -> None:
         for memory in handoff.source.memories().values():
             memory.bitwise_not_()
         failed = await compared(site, handoff)
-
     assert 0 < num_equal < num_all / 8
     assert failed is not None
     assert failed.code is ErrorCode.DIGEST_MISMATCH
     assert 0 < site.num_pieces("mapped", "different") < num_all / 8
 
 
-async def test_prefill_agent_omitting_digests_proves_nothing(site: Site) -> None:
-    site.tap.change("digest", lambda answer: answer.update(digests=answer["digests"][8:]))
-    async with two_engines(site.shapes, "direct", Side(), Side()) as (source, target):
-        handoff = await begin(source, target, 16)
-        failure = await failure_of(handoff.fetch)
-        await handoff.offer.withdraw()
-
-        assert failure.code is ErrorCode.INVALID
-        assert re.search(r"told \d+ digests, \d+ pieces are compared", failure.message)
-
-
 async def test_bytes_that_differ_after_offer_end_are_no_mismatch(site: Site) -> None:
-    """Its engine has other uses for the blocks then; nobody is told that KV arrives wrong."""
     async with two_engines(site.shapes, "direct", Side(), Side()) as engines:
         await hand_over(*engines, 16)
         before = site.num_pieces("direct", "different")
@@ -192,8 +168,7 @@ async def test_bytes_that_differ_after_offer_end_are_no_mismatch(site: Site) -> 
         await handoff.offer.withdraw()
         await handoff.offer.ended
         flip(Random(0), handoff)
-        site.tap.let_through()
+        site.link.heal()
         failure = await failure_of(handoff.fetch)
-
     assert failure.code is ErrorCode.OFFER_WITHDRAWN
     assert site.num_pieces("direct", "different") == before

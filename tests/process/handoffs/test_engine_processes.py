@@ -1,18 +1,15 @@
-"""A process of an engine is killed: all of it is freed at once.
-
-Whatever would free it later, a lease, a deadline, or the time for late reads, is far away.
-"""
+"""A killed process of an engine frees the engine, long before any lease or deadline."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from kvbus.errors import ErrorCode
-from tests.process.handoffs.lanes import OVER_TCP, SLICES
-from tests.support.agents import AgentProcess, Agents, until
+from tests.process.faults.conftest import SLOW_READS
+from tests.support.agents import AgentProcess, Agents, agents_ended, until
 from tests.support.engine_program import EngineConfig, EngineProcess, fetch_order
 from tests.support.engines import LARGE, NUM_LARGE_BLOCKS, make_spec, pair, works
 
@@ -24,8 +21,8 @@ LATER: dict[str, dict[str, Any]] = {
     "decode": {"lease_s": FAR_S, "request_timeout_s": FAR_S, "fetch_timeout_s": FAR_S},
 }
 PATHS: dict[str, dict[str, Any]] = {
-    "packed": {**OVER_TCP, "path": "packed"},
-    "mapped": {**SLICES, "path": "mapped", "mapped": True},
+    "packed": {**SLOW_READS, "path": "packed"},
+    "mapped": {"slice_bytes": 4096, "path": "mapped", "mapped": True},
 }
 BLOCKS = {LARGE.name: NUM_LARGE_BLOCKS}
 ALL = NUM_LARGE_BLOCKS * LARGE.block_size
@@ -34,19 +31,19 @@ WHOLE = ((0, 1),)
 """An engine of one process; in several, the last has the control session."""
 
 
-@pytest.fixture
-def agents(fresh: Agents, path: str) -> Agents:
-    """A prefill and a decode agent that give nothing up soon."""
-    prefill = fresh.prepare("prefill", **LATER["prefill"], env=PATHS[path].get("env", {}))
-    fresh.start(prefill, fresh.prepare("decode", **LATER["decode"], **PATHS[path]))
-    return fresh
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest) -> Iterator[Agents]:
+    reads = PATHS[request.param]
+    with agents_ended(Agents) as agents:
+        prefill = agents.prepare("prefill", **LATER["prefill"], env=reads.get("env", {}))
+        agents.start(prefill, agents.prepare("decode", **LATER["decode"], **reads))
+        yield agents
 
 
 @asynccontextmanager
 async def in_processes(
     agent: AgentProcess, *parts: tuple[int, ...]
 ) -> AsyncIterator[list[EngineProcess]]:
-    """An engine of which each process has these ranks, the last one the control session, too."""
     made = []
     spec = make_spec(tp=2, groups=(LARGE,), engine_id=uuid.uuid4().hex)
     try:
@@ -63,13 +60,14 @@ async def in_processes(
 
 
 @pytest.mark.parametrize(
-    ("role", "killed", "path"),
+    ("shared", "role", "killed"),
     [
-        ("prefill", "rank", "packed"),
-        ("prefill", "control", "mapped"),
-        ("decode", "rank", "packed"),
-        ("decode", "control", "mapped"),
+        ("packed", "prefill", "rank"),
+        ("packed", "decode", "rank"),
+        ("mapped", "prefill", "control"),
+        ("mapped", "decode", "control"),
     ],
+    indirect=["shared"],
 )
 async def test_kill_of_any_engine_process_frees_engine_at_once(
     agents: Agents, role: str, killed: str
@@ -85,14 +83,12 @@ async def test_kill_of_any_engine_process_frees_engine_at_once(
         order = fetch_order(1, SPEC, (await offered.made)["ticket"], ALL)
         fetched = targets[-1].ask(2, order)
         await until(lambda: "-> reading" in str(decode.status(fetch_id=order["fetch_id"])))
-
         rank, control = sources if role == "prefill" else targets
         doomed, survivor = (rank, control) if killed == "rank" else (control, rank)
         engine_id = control.config.spec.engine_id
         await doomed.kill()
         await until(lambda: survivor.lost)
         await survivor.kill()
-
         await until(lambda: not any(agent.memory_maps(engine_id) for agent in agents.all))
         assert survivor.lost[0] == ErrorCode.PEER_LOST
         if role == "prefill":

@@ -1,11 +1,8 @@
-"""Engines whose cache no agent can map: a ring of host blocks, who has them, and for how long.
-
-That every byte arrives through it, whatever the shapes, is in `test_shapes`.
-"""
+"""Engines with a ring of host blocks, in an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -15,15 +12,25 @@ import pytest
 from torch import Tensor
 
 from kvbus.bus import ask_agent
+from kvbus.engine import KvCache
 from kvbus.engine.bounce import BlockCopy, CopyBlocks, Direction, HostFetch, HostOffer
 from kvbus.errors import ClosedError, ErrorCode, GeometryError
 from kvbus.geometry import StatePart, state_group
+from kvbus.lab.lab_engine import device_copy
 from kvbus.protocol import Outcome, PeerWithdraw, Ticket
 from tests.support.agents import AgentProcess, until
-from tests.support.engines import FULL, Blocks, failure_of, make_spec, same, works
+from tests.support.engines import (
+    FULL,
+    Blocks,
+    Engine,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    same,
+    works,
+)
 from tests.support.expected import expected_after
-from tests.support.host_engines import HostEngine, host_engine
-from tests.support.memories import Memory
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +51,9 @@ class Gate:
     open: Event = field(default_factory=Event)
     num_begun: int = 0
 
-    def wrap(self, copy: CopyBlocks) -> CopyBlocks:
+    def copy_of(self, caches: Sequence[KvCache]) -> CopyBlocks:
+        copy = device_copy(caches)
+
         def gated(blocks: BlockCopy, view: Tensor, direction: Direction) -> None:
             if direction is self.direction:
                 self.num_begun += 1
@@ -56,52 +65,38 @@ class Gate:
         return gated
 
 
-@asynccontextmanager
-async def source_at(prefill: AgentProcess, **more: Any) -> AsyncIterator[HostEngine]:
-    """A prefill engine with a state beside its KV; its ring is empty in the end."""
-    more |= {"memory": Memory(), "num_blocks": 8}
+def source_at(prefill: AgentProcess, **more: Any) -> AbstractAsyncContextManager[Engine]:
+    """An engine with a state beside its KV."""
     spec = make_spec(groups=(FULL, STATE))
-    async with host_engine(prefill.attach, spec, **more) as source:
-        yield source
+    return engine(prefill.attach, spec, num_blocks=8, ring_blocks=8, **more)
 
 
-@asynccontextmanager
-async def two(
+def two(
     prefill: AgentProcess, decode: AgentProcess, **more: Any
-) -> AsyncIterator[tuple[HostEngine, HostEngine]]:
-    """A prefill and a decode engine, each with a cache of ten times its ring."""
-    more |= {"memory": Memory(), "num_blocks": NUM_BLOCKS, "ring_blocks": TENTH}
-    async with AsyncExitStack() as stack:
-        source, target = [
-            await stack.enter_async_context(
-                host_engine(agent.attach, make_spec(), seed=seed, **more)
-            )
-            for seed, agent in ((1, prefill), (2, decode))
-        ]
-        yield source, target
+) -> AbstractAsyncContextManager[tuple[Engine, Engine]]:
+    """Engines with caches of ten times the blocks of their rings."""
+    more |= {"num_blocks": NUM_BLOCKS, "ring_blocks": TENTH}
+    return pair(prefill.attach, decode.attach, **more)
 
 
-async def offered(source: HostEngine, num_tokens: int = SIZE) -> HostOffer:
-    """An offer of which nothing is saved yet."""
+async def offered(source: Engine, num_tokens: int = SIZE) -> HostOffer:
     return await source.host.offer("r", num_tokens=num_tokens, wait_s=60.0)
 
 
-async def whole_fetch(source: HostEngine, target: HostEngine) -> HostFetch:
-    """A fetch of `THREE_BLOCKS`, of which all is saved."""
+async def whole_fetch(source: Engine, target: Engine) -> HostFetch:
     offer = await offered(source, 3 * SIZE)
     await offer.save(3 * SIZE, {"full": [3, 4, 5]})
     await offer.seal()
-    return target.decode.fetch(offer.ticket, **THREE_BLOCKS)
+    return target.fetch(offer.ticket, **THREE_BLOCKS)
 
 
 async def withdraw(ticket: Mapping[str, Any]) -> None:
-    """As a router does."""
     read = Ticket.from_json(ticket)
     message = PeerWithdraw(agent_boot=read.agent_boot, offer_id=read.offer_id, secret=read.secret)
     await ask_agent(read.endpoint, message, timeout_s=60.0)
 
 
-async def test_request_with_a_wrong_option_releases_host_blocks(
+async def test_wrong_request_fails_alone_and_releases_host_blocks(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     wrong: dict[str, Any] = {"nonsense": 1}
@@ -110,12 +105,13 @@ async def test_request_with_a_wrong_option_releases_host_blocks(
         with pytest.raises(TypeError, match="nonsense"):
             await source.host.offer("other", num_tokens=SIZE, **wrong)
         assert source.host.pool.num_held == 1
-
         failure = await failure_of(target.decode.fetch(offer.ticket, **ONE_BLOCK, **wrong))
-        assert failure.code is ErrorCode.INVALID
+        no_ticket = await failure_of(target.decode.fetch({"v": object()}, **ONE_BLOCK))
+        assert failure.code is no_ticket.code is ErrorCode.INVALID
         assert "nonsense" in failure.message
         assert target.host.pool.num_held == 0
         await offer.withdraw()
+        assert await works(source, target)
 
 
 async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
@@ -123,22 +119,20 @@ async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
 ) -> None:
     num_tokens = 2 * SIZE + 5
     async with two(prefill, decode) as (source, target):
-        theirs = source.whole_blocks(5, NUM_BLOCKS * SIZE)["full"]
-        ours = target.whole_blocks(6, NUM_BLOCKS * SIZE)["full"]
+        blocks = [one.whole_blocks(5, NUM_BLOCKS * SIZE)["full"] for one in (source, target)]
         wanted = target.snapshot()
 
-        async def one(given: Blocks, taken: Blocks) -> None:
-            offer = await source.prefill.offer(str(given), num_tokens=num_tokens, block_ids=given)
-            fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=taken)
+        async def one(theirs: Blocks, ours: Blocks) -> None:
+            offer = await source.prefill.offer(str(theirs), num_tokens=num_tokens, block_ids=theirs)
+            fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
             await fetch.ended
             assert await offer.ended is Outcome.COMPLETED
 
         async with anyio.create_task_group() as tasks:
             for at in range(0, NUM_BLOCKS, 3):
-                given, taken = ({"full": some[at : at + 3]} for some in (theirs, ours))
-                wanted = expected_after(wanted, source, given, target, taken, num_tokens=num_tokens)
-                tasks.start_soon(one, given, taken)
-
+                theirs, ours = ({"full": some[at : at + 3]} for some in blocks)
+                wanted = expected_after(wanted, source, theirs, target, ours, num_tokens=num_tokens)
+                tasks.start_soon(one, theirs, ours)
         assert same(target.snapshot(), wanted)
 
 
@@ -152,11 +146,9 @@ async def test_engine_gets_saved_blocks_before_the_rest_is_computed(
         fetch = target.decode.fetch(offer.ticket, **THREE_BLOCKS)
         await offer.save(SIZE + 3, {"full": [3, 4]})
         theirs[3] = 0
-
         await offer.save(3 * SIZE, {"full": [5]})
         await offer.seal()
         await fetch.ended
-
         assert ours[10:13].equal(sent)
 
 
@@ -172,7 +164,6 @@ async def test_a_fetch_that_waits_for_room_fails_and_was_not_asked_for(
             await fetch.cancel()
         failure = await failure_of(fetch)
         target.ring.release(held)
-
         code = ErrorCode.CANCELLED if is_cancelled else ErrorCode.BUSY
         assert (failure.stage, failure.code, failure.blocks_free) == ("requested", code, True)
         assert target.ring.num_held == 0
@@ -187,9 +178,7 @@ REFUSED: list[tuple[int, dict[str, list[int]], str]] = [
 ]
 
 
-async def test_offer_seals_only_when_all_is_saved_in_fitting_blocks(
-    prefill: AgentProcess,
-) -> None:
+async def test_offer_seals_only_when_all_is_saved_in_fitting_blocks(prefill: AgentProcess) -> None:
     async with source_at(prefill) as source:
         offer = await offered(source, 20)
         for num_tokens, block_ids, reason in REFUSED:
@@ -205,7 +194,6 @@ async def test_offer_seals_only_when_all_is_saved_in_fitting_blocks(
         await offer.seal()
         with pytest.raises(ClosedError, match="it is sealed"):
             await offer.save(20, {"state": [2]})
-
         await offer.withdraw()
         assert await offer.ended is Outcome.WITHDRAWN
 
@@ -216,7 +204,7 @@ async def test_blocks_under_copy_are_kept_when_offer_is_withdrawn(
 ) -> None:
     gate = Gate(Direction.SAVE)
     why = "its offer has ended" if who == "a router" else "it was withdrawn"
-    async with source_at(prefill, wrap_copy=gate.wrap) as source:
+    async with source_at(prefill, copy_of=gate.copy_of) as source:
         offer = await offered(source, 2 * SIZE)
 
         async def fails_to_save(num_tokens: int, block: int) -> None:
@@ -230,29 +218,23 @@ async def test_blocks_under_copy_are_kept_when_offer_is_withdrawn(
             await offer.ended
             held = source.ring.num_held
             gate.open.set()
-
         await fails_to_save(2 * SIZE, 4)
         assert held
         assert (offer.num_saved, source.ring.num_held) == (0, 0)
 
 
-async def test_what_the_engines_copy_raises_comes_out_of_save(prefill: AgentProcess) -> None:
-    async with source_at(prefill, wrap_copy=Gate(Direction.SAVE, OFF_THE_BUS).wrap) as source:
+async def test_error_of_engines_copy_fails_save_and_fetch(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with source_at(prefill, copy_of=Gate(Direction.SAVE, OFF_THE_BUS).copy_of) as source:
         offer = await offered(source)
-
         with pytest.raises(OSError, match="fell off the bus"):
             await offer.save(SIZE, {"full": [3]})
         await offer.withdraw()
-
-
-async def test_what_the_engines_copy_raises_ends_the_fetch(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
     gate = Gate(Direction.LOAD, OFF_THE_BUS)
-    async with two(prefill, decode, wrap_copy=gate.wrap) as (source, target):
+    async with two(prefill, decode, copy_of=gate.copy_of) as (source, target):
         failure = await failure_of(await whole_fetch(source, target))
         await until(lambda: not target.ring.num_held)
-
         assert (failure.stage, failure.code) == ("loading", ErrorCode.TRANSFER_FAILED)
         assert "fell off the bus" in failure.message
         assert failure.__cause__ is OFF_THE_BUS
@@ -266,7 +248,7 @@ async def test_a_load_completes_before_the_end_is_reported(
     prefill: AgentProcess, decode: AgentProcess, how: str
 ) -> None:
     gate = Gate(Direction.LOAD)
-    async with two(prefill, decode, wrap_copy=gate.wrap) as (source, target):
+    async with two(prefill, decode, copy_of=gate.copy_of) as (source, target):
         fetch = await whole_fetch(source, target)
         await until(lambda: gate.num_begun)
         seen: list[Any] = []
@@ -280,7 +262,6 @@ async def test_a_load_completes_before_the_end_is_reported(
         await (fetch.cancel() if how == "cancelled" else target.control.aclose())
         await opening
         fetched = await fetch.ended
-
         assert seen == [False, 3]
         assert fetched.outcome is Outcome.COMPLETED
         assert target.views()[0, 0, "k"][10:13].equal(source.views()[0, 0, "k"][3:6])
@@ -294,29 +275,17 @@ async def test_an_abort_before_all_is_saved_loads_nothing(
     prefill: AgentProcess, decode: AgentProcess, ends: str
 ) -> None:
     gate = Gate(Direction.LOAD)
-    async with two(prefill, decode, wrap_copy=gate.wrap) as (source, target):
+    async with two(prefill, decode, copy_of=gate.copy_of) as (source, target):
         offer = await offered(source, 3 * SIZE)
         await offer.save(SIZE, {"full": [3]})
         fetch = target.decode.fetch(offer.ticket, **THREE_BLOCKS)
         await until(lambda: decode.status()["counts"]["fetches"])
-
         await (fetch.cancel() if ends == "cancelled" else offer.withdraw())
         failure = await failure_of(fetch)
         await offer.withdraw()
         await until(lambda: not target.ring.num_held)
-
         assert failure.blocks_free
         assert (failure.code is ErrorCode.CANCELLED) is (ends == "cancelled")
         assert gate.num_begun == 0
         gate.open.set()
-        assert await works(source, target)
-
-
-async def test_a_ticket_that_is_none_fails_its_fetch_alone(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    async with two(prefill, decode) as (source, target):
-        failure = await failure_of(target.decode.fetch({"v": object()}, **ONE_BLOCK))
-
-        assert failure.code is ErrorCode.INVALID
         assert await works(source, target)

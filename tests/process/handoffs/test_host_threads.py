@@ -1,4 +1,4 @@
-"""Engines without an event loop go through a ring by the same calls, and their steps never wait."""
+"""Engines with a ring of host blocks, without an event loop."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,7 +52,6 @@ class Sides:
 
 @pytest.fixture
 def sides(prefill: AgentProcess, decode: AgentProcess) -> Iterator[Sides]:
-    """Both engines, their rings empty after each test."""
     with ExitStack() as stack:
         made = Sides(stack, prefill, decode)
         yield made
@@ -60,13 +59,10 @@ def sides(prefill: AgentProcess, decode: AgentProcess) -> Iterator[Sides]:
         wait_until(lambda: not any(ring.num_held for ring in made.rings), "empty rings")
 
 
-def test_step_waits_for_no_save_or_fetch_and_reads_ids_at_call(
-    sides: Sides,
-) -> None:
+def test_step_waits_for_no_save_or_fetch_and_reads_ids_at_call(sides: Sides) -> None:
     sides.gate.clear()
     offer = sides.prefill.offer("r", num_tokens=NUM_TOKENS).wait()
     blocks = [3]
-
     saves = [offer.save(SIZE, {"full": blocks})]
     blocks[:] = 4, 1
     saves.append(offer.save(NUM_TOKENS, {"full": blocks}))
@@ -84,7 +80,6 @@ def test_step_waits_for_no_save_or_fetch_and_reads_ids_at_call(
         return bool(ended)
 
     wait_until(has_ended, "the end of the fetch")
-
     assert early == ([False, False], [])
     assert ended == [fetch]
     assert fetch.ended.wait().outcome is Outcome.COMPLETED
@@ -103,11 +98,9 @@ def test_requests_are_given_up_and_full_rings_are_busy(sides: Sides) -> None:
     fetch = sides.decode.fetch(
         first.ticket, num_tokens=8 * SIZE, block_ids={"full": list(range(8))}
     )
-
     fetch.cancel()
     with pytest.raises(FetchFailed) as failed:
         fetch.ended.wait(60)
     first.withdraw()
-
     assert (refused.value.code, failed.value.code) == (ErrorCode.BUSY, ErrorCode.CANCELLED)
     assert first.ended.wait(60) is Outcome.WITHDRAWN

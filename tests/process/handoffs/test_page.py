@@ -5,13 +5,13 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from playwright.async_api import Page, Request, async_playwright, expect
 
 from tests.support.agents import AgentProcess, Agents
-from tests.support.engines import failure_of, pair, works
+from tests.support.engines import NOTHING, failure_of, pair, works
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
@@ -23,15 +23,11 @@ COLOURS = [
     f"getComputedStyle(document.body).{name}.match(/\\d+/g).slice(0, 3).map(Number)"
     for name in ("color", "backgroundColor")
 ]
-NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 
 
 @asynccontextmanager
 async def visited(agent: AgentProcess, scheme: Scheme = "light") -> AsyncIterator[Page]:
-    """The page of an agent that has looked twice.
-
-    It can be read in any light, and all that it asks for, it asks of the agent.
-    """
+    """The page of an agent after two updates; it is readable, and requests only its agent."""
     page_url = f"http://{agent.settings['http_bind']}/"
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -67,7 +63,6 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
         fetch = target.decode.fetch(offer.ticket, **NOTHING)
         await fetch.ended
         assert await works(source, target)
-
         async with visited(decode) as page:
             line = page.get_by_role("button", name=name)
             await expect(line).to_contain_text("completed")
@@ -89,18 +84,14 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
 
 
 @pytest.mark.long
-async def test_page_shows_failure_with_advice_and_updates_live_offers(
-    fresh: Agents,
-) -> None:
-    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
-    fresh.start(prefill, decode)
+async def test_page_shows_failure_with_advice_and_updates_live_offers(fresh: Agents) -> None:
+    prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach) as (source, target):
         async with visited(decode) as page:
             await expect(page.locator("#faults")).to_have_text("none")
             gone = await source.prefill.offer("<b>r</b>", **NOTHING, ttl_s=0.1)
             await gone.ended
             failure = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
-
             await expect(page.locator("#faults")).to_contain_text(failure.code.value)
             await expect(page.locator("#faults .do")).to_contain_text("offer_ttl_s")
             await expect(page.get_by_role("button", name="<b>r</b>")).to_contain_text("failed")

@@ -1,4 +1,4 @@
-"""Agents that are listed are met before the first fetch; what fails there fails no fetch."""
+"""Listed agents are connected before the first fetch; a failure there fails no fetch."""
 
 from pathlib import Path
 from typing import Any
@@ -13,44 +13,40 @@ from tests.support.keyring import KeyRing
 pytestmark = pytest.mark.anyio
 
 
-def warming(
-    agents: Agents, *, ahead: str = "anybody", **settings: Any
+def listed_pair(
+    agents: Agents, *, shakes: str = "anybody", **settings: Any
 ) -> tuple[AgentProcess, AgentProcess]:
-    """A prefill agent, and a decode agent that has it in its configuration."""
-    prefill = agents.prepare("prefill", shake_hands_ahead=ahead)
+    prefill = agents.prepare("prefill", shake_hands_ahead=shakes)
     peers = [prefill.settings["peer_bind"]]
     decode = agents.prepare("decode", peers=peers, **settings)
     agents.start(prefill, decode)
     return prefill, decode
 
 
-async def warm(decode: AgentProcess) -> None:
+async def connected(decode: AgentProcess) -> None:
     await until(lambda: decode.metric("connected_peers") == 1)
 
 
-async def hands_were_shaken(source: Engine, target: Engine, decode: AgentProcess) -> bool:
-    """Whether a handoff found hands shaken."""
+async def was_connected(source: Engine, target: Engine, decode: AgentProcess) -> bool:
     handoff = await begin(source, target)
     await handoff.completed()
     (line,) = decode.says("handoff.completed", fetch_id=handoff.fetch.fetch_id)
     return bool(line["resolving_ms"] == 0)
 
 
-@pytest.mark.parametrize("how", ["read", "mapped", "with keys"])
-async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, tmp_path: Path, how: str) -> None:
-    if how == "with keys":  # those of decode agents may
+@pytest.mark.parametrize("how", ["mapped", "with keys"])
+async def test_first_fetch_needs_no_handshake(fresh: Agents, tmp_path: Path, how: str) -> None:
+    if how == "with keys":  # decode agents may
         ring = KeyRing(tmp_path)
         prefill = ring.prepare(fresh, Role.PREFILL, "prefill")
         listing = f"{prefill.settings['peer_bind']} {ring.pair('prefill').public}"
         decode = ring.prepare(fresh, Role.DECODE, "decode", peers=[listing])
         fresh.start(prefill, decode)
     else:
-        prefill, decode = warming(fresh, mapped=how == "mapped")
+        prefill, decode = listed_pair(fresh, mapped=how == "mapped")
     async with pair(prefill.attach, decode.attach) as engines:
-        await warm(decode)
-
-        assert await hands_were_shaken(*engines, decode)
-
+        await connected(decode)
+        assert await was_connected(*engines, decode)
     assert decode.says("handoff.completed")[0]["path"] == (
         "mapped" if how == "mapped" else "direct"
     )
@@ -58,28 +54,24 @@ async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, tmp_path: Path,
     assert decode.says("peer.connected", num_routes=1)
 
 
-async def test_late_engine_and_restarted_agent_are_met_ahead(
-    fresh: Agents,
-) -> None:
-    prefill, decode = warming(fresh)
+async def test_late_engine_and_restarted_agent_are_preconnected(fresh: Agents) -> None:
+    prefill, decode = listed_pair(fresh)
     async with engine(decode.attach) as target:
         for _ in range(2):  # the second is another process with the id of the first
             decode.skip_log()
             async with engine(prefill.attach, make_spec(engine_id="p")) as source:
                 await until(lambda: decode.logged("route.connected"))
-
-                assert await hands_were_shaken(source, target, decode)
+                assert await was_connected(source, target, decode)
         prefill.kill()
         await until(lambda: decode.logged("peer.lost"))
         decode.skip_log()
         prefill.start()
         async with engine(prefill.attach) as source:
             await until(lambda: decode.logged("route.connected"))
+            assert await was_connected(source, target, decode)
 
-            assert await hands_were_shaken(source, target, decode)
 
-
-async def test_unmet_peer_is_logged_once_with_reason_then_met_later(
+async def test_unreachable_peer_is_logged_once_and_connected_later(
     decode: AgentProcess, fresh: Agents
 ) -> None:
     closed = fresh.prepare("prefill", shake_hands_ahead="keys")
@@ -93,41 +85,34 @@ async def test_unmet_peer_is_logged_once_with_reason_then_met_later(
         assert await works(*engines)
         async with engine(away.attach):
             await until(lambda: reader.metric("connected_peers") == 2)
-
     why = {line["peer"]: line["reason"] for line in reader.logged("peer.cold")}
     assert len(reader.logged("peer.cold")) == len(why) == len(peers)
     assert "shake_hands_ahead = 'keys', and it has no keys" in why[closed.peer]
     assert "is a decode agent" in why[decode.peer]
 
 
-async def test_engines_of_another_model_are_asked_once_and_left_alone(fresh: Agents) -> None:
-    prefill, decode = warming(fresh)
+async def test_engines_of_another_model_are_refused_once(fresh: Agents) -> None:
+    prefill, decode = listed_pair(fresh)
     async with (
         engine(decode.attach, make_spec(model="another")),
         pair(prefill.attach, decode.attach),
     ):
         await until(lambda: len(decode.logged("route.connected")) == 1)
-        async with engine(decode.attach):  # all pairs are looked at again
+        async with engine(decode.attach):
             await until(lambda: len(decode.logged("route.connected")) == 2)
-            await warm(decode)
-
+            await connected(decode)
     assert len(decode.says("handshake.refused", code="incompatible")) == 1
     assert not decode.logged("peer.cold")
 
 
-async def test_what_is_listed_is_not_left_for_being_idle(
-    prefill: AgentProcess, fresh: Agents
-) -> None:
-    """One that is not listed is: longer than that is waited for here."""
-    listed, decode = warming(fresh, idle_peer_s=0.4)
+async def test_idle_peer_is_left_unless_it_is_listed(prefill: AgentProcess, fresh: Agents) -> None:
+    listed, decode = listed_pair(fresh, idle_peer_s=0.4)
     async with engine(decode.attach) as target:
         async with engine(prefill.attach) as other:
             assert await works(other, target)
         async with engine(listed.attach) as source:
-            await warm(decode)
+            await connected(decode)
             await until(lambda: decode.logged("peer.left"))
-
-            assert await hands_were_shaken(source, target, decode)
+            assert await was_connected(source, target, decode)
             assert await works(source, target)
-
     assert {line["peer"] for line in decode.logged("peer.left")} == {prefill.peer}

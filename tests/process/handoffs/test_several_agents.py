@@ -1,7 +1,4 @@
-"""Engines whose ranks are at several agents hand KV over like any others, and ranks come and go.
-
-That every byte arrives, whatever ranks are where, is in `test_shapes`.
-"""
+"""Engines at several agents, and ranks that leave and return; see `test_shapes`."""
 
 from typing import Any
 
@@ -27,9 +24,7 @@ ELSEWHERE = "tcp://127.0.0.1:1"
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [3]}}
 
 
-async def test_one_staged_rank_keeps_engine_from_direct_reads(
-    shapes: ShapedAgents,
-) -> None:
+async def test_one_staged_rank_keeps_engine_from_direct_reads(shapes: ShapedAgents) -> None:
     home, other = shapes.of("packed")
     async with (
         spread_engine(shapes.of("prefill"), staged=[1], seed=1) as source,
@@ -49,7 +44,6 @@ async def test_lost_rank_fails_fetch_and_returned_rank_works_again(
         loser = source if role == "prefill" else target
         assert await works(source, target)
         offers = [await source.prefill.offer(name, **BLOCK) for name in ("r", "s")]
-
         await loser.lose(1)
         failures = []
         for offer in offers:
@@ -61,7 +55,6 @@ async def test_lost_rank_fails_fetch_and_returned_rank_works_again(
         for offer in offers:
             await offer.withdraw()
             await offer.ended
-
         assert await works(source, target)
     if role == "prefill":
         assert failures[0].code in (ErrorCode.ENGINE_LOST, ErrorCode.TRANSFER_FAILED)
@@ -92,7 +85,6 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
             await Link(
                 agent.attach, spec, remote_ranks=others, rank_secret=RANK_SECRET
             ).__aenter__()
-
     assert refused.value.code is ErrorCode.GEOMETRY
     assert refused.value.detail == {"field": "remote_ranks"}
     await until(lambda: not agent.status()["engines"])
@@ -100,7 +92,6 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
 
 @pytest.mark.parametrize("whose", ["nobody's", "another agent's"])
 async def test_handshake_names_agent_that_lacks_ranks(shapes: ShapedAgents, whose: str) -> None:
-    """And at home a rank that was said to be elsewhere is refused."""
     endpoint = ELSEWHERE if whose == "nobody's" else shapes.siblings["prefill"].peer
     home, spec = shapes.prefill, make_spec(tp=2)
     rank, elsewhere = (rank_link(home.attach, spec, number, num_blocks=4)[0] for number in range(2))
@@ -117,10 +108,8 @@ async def test_handshake_names_agent_that_lacks_ranks(shapes: ShapedAgents, whos
         with pytest.raises(RequestRefused, match=f"rank 1 is at {endpoint}") as refused:
             await elsewhere.__aenter__()
         offer = await control.offer("r", **BLOCK)
-
         failure = await failure_of(target.decode.fetch(offer.ticket, timeout_s=5.0, **BLOCK))
         await offer.withdraw()
-
     unreachable = ErrorCode.PEER_UNREACHABLE, ErrorCode.ENGINE_UNKNOWN
     assert refused.value.code is ErrorCode.GEOMETRY
     assert failure.code is unreachable[whose != "nobody's"]

@@ -1,7 +1,6 @@
-"""Engines of any two shapes exchange KV, on each path, and every byte of both is right.
+"""Engines of any two shapes hand over on each path, and every byte is right.
 
-`tests/unit/planning` compares all that is read, in many more shapes, with loops over every element;
-here it moves.
+`tests/unit/planning` compares the plans of many more shapes.
 """
 
 from collections.abc import Sequence
@@ -107,13 +106,10 @@ def _is_side(case: Case, role: str) -> bool:
 
 
 def pairwise_cases(seed: int) -> list[Case]:
-    """Few cases in which each value of each axis meets each of every other axis, where it can.
-
-    Most defects need two things to come together, and hardly any of them more.
-    """
+    """Few cases that contain each possible pair of values: most defects need two."""
     random, cases = Random(seed), list[Case]()
     missing = {
-        pair: None  # in an order, as a set has none that all processes have
+        pair: None  # in the same order in all processes
         for (one, ones), (other, others) in combinations(AXES.items(), 2)
         for pair in product(product([one], ones), product([other], others))
         if is_possible(dict(pair))
@@ -136,7 +132,6 @@ def _pairs(case: Case) -> set[Any]:
 
 
 def side_of(case: Case, role: str) -> Side:
-    """The prefill or the decode engine of a case."""
     told = {name: case[f"{role} {name}"] for name in OF_A_SIDE}
     layout = told["layout"].removeprefix("cross-layer ")
     memory = Memory(
@@ -170,7 +165,6 @@ async def test_engines_of_many_more_shapes_hand_over(shapes: ShapedAgents, seed:
 
 
 async def check_handovers(shapes: ShapedAgents, case: Case) -> None:
-    """Fail unless every byte arrives, on the path, and all that did was compared."""
     path = case["path"]
     sides = [side_of(case, role) for role in ROLES]
     first, *others = MODELS[case["model"]]
@@ -180,7 +174,6 @@ async def check_handovers(shapes: ShapedAgents, case: Case) -> None:
         request = {**REQUESTS[case["request"]], "zero_tail": case["zero_tail"]}
         fetched = await hand_over(*engines, **request)
         pieces = num_pieces_compared(*engines, request["num_tokens"], request.get("first_token", 0))
-
         assert fetched.path == (path if fetched.num_bytes else "")
         compared = num_compared(shapes, path) - before
         assert compared >= pieces if "steps" in request else compared == pieces
@@ -214,11 +207,9 @@ async def test_fetch_after_fetch_another_replica_is_read(shapes: ShapedAgents) -
             await fetch.ended
             await offer.ended
             read.append(set(target.views()[0, 0, "latent"][2].flatten().tolist()))
-
         assert all(len(holders) == 1 for holders in read)
         assert set.union(*read) == {0, 1, 2, 3}
 
 
 def num_compared(shapes: ShapedAgents, path: str) -> float:
-    """Pieces that the agents of a path have found equal, for themselves and for each other."""
     return sum(agent.metric("digests_total", outcome="equal") for agent in shapes.of(path))

@@ -1,4 +1,4 @@
-"""What passes through slots: few and small ones that many fetches share, and who has none."""
+"""Few small slots that many fetches share, and agents without slots."""
 
 import uuid
 from collections.abc import Sequence
@@ -34,18 +34,15 @@ HND = Memory(KvLayout.parse("HND"))
 REORDERING = Side(), Side(memory=HND)
 UNREGISTERED = Side(memory=Memory(direct=False))
 LONG = 20_000
-"""Tokens whose tiles are hundreds."""
+"""Tokens of hundreds of tiles."""
 
 
 def parts_of(one: Engine, lengths: Sequence[int]) -> list[Blocks]:
-    """Blocks of its own for each request."""
     ids = iter(one.some_blocks(5, sum(-(-length // 16) * 16 for length in lengths))["full"])
     return [{"full": list(islice(ids, -(-length // 16)))} for length in lengths]
 
 
-async def test_long_and_short_fetches_share_slots_and_none_is_wrong(
-    shapes: ShapedAgents,
-) -> None:
+async def test_long_and_short_fetches_share_slots_and_none_is_wrong(shapes: ShapedAgents) -> None:
     lengths = [LONG, *Random(7).sample(range(1, 400), 30)]
     ended: list[int] = []
     sides = Side(tp=2), Side(tp=3, memory=HND)
@@ -57,9 +54,11 @@ async def test_long_and_short_fetches_share_slots_and_none_is_wrong(
         target,
     ):
 
-        async def move(length: int, given: Blocks, taken: Blocks) -> None:
-            offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=length, block_ids=given)
-            fetch = target.decode.fetch(offer.ticket, num_tokens=length, block_ids=taken)
+        async def move(length: int, theirs: Blocks, ours: Blocks) -> None:
+            offer = await source.prefill.offer(
+                uuid.uuid4().hex, num_tokens=length, block_ids=theirs
+            )
+            fetch = target.decode.fetch(offer.ticket, num_tokens=length, block_ids=ours)
             await fetch.ended
             ended.append(length)
             await offer.ended
@@ -68,14 +67,13 @@ async def test_long_and_short_fetches_share_slots_and_none_is_wrong(
             zip(lengths, parts_of(source, lengths), parts_of(target, lengths), strict=True)
         )
         before = wanted = target.snapshot()
-        for length, given, taken in parts:
-            wanted = expected_after(wanted, source, given, target, taken, num_tokens=length)
+        for length, theirs, ours in parts:
+            wanted = expected_after(wanted, source, theirs, target, ours, num_tokens=length)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(move, *parts[0])
             await until(lambda: not same(target.memories(), before))
             for part in parts[1:]:
                 tasks.start_soon(move, *part)
-
         assert same(target.snapshot(), wanted)
     num_bytes, num_tiles = (
         shapes.prefill.metric(name) - was
@@ -98,7 +96,6 @@ async def test_auto_path_cuts_by_token_or_reads_direct_if_no_slot_fits(
         shapes, "auto", Side(), Side(tp=2, memory=HND), groups=[wider]
     ) as engines:
         no_token_fits = await hand_over(*engines, 60)
-
     assert token_by_token.path == "packed"
     assert no_token_fits.path == "direct"
 
@@ -107,7 +104,7 @@ TOO_SMALL = ErrorCode.GEOMETRY, "slot_bytes"
 
 
 @pytest.mark.parametrize(
-    ("path", "sides", "head_dim", "told"),
+    ("path", "sides", "head_dim", "error"),
     [
         ("packed", REORDERING, 1024, TOO_SMALL),
         ("auto", (UNREGISTERED, Side()), 1024, TOO_SMALL),
@@ -130,7 +127,7 @@ async def test_impossible_path_is_refused_by_name_before_bytes_move(
     path: str,
     sides: tuple[Side, Side],
     head_dim: int,
-    told: tuple[ErrorCode, str],
+    error: tuple[ErrorCode, str],
 ) -> None:
     group = msgspec.structs.replace(GROUP, head_dim=head_dim)
     packed = shapes.prefill.metric("packed_bytes_total")
@@ -139,8 +136,7 @@ async def test_impossible_path_is_refused_by_name_before_bytes_move(
         handoff = await begin(source, target, zero_tail=True)
         failure = await failure_of(handoff.fetch)
         await handoff.offer.withdraw()
-
-        code, words = told
+        code, words = error
         assert (failure.code, failure.blocks_free) == (code, True)
         assert words in str(failure)
         assert same(target.snapshot(), before)
@@ -148,9 +144,7 @@ async def test_impossible_path_is_refused_by_name_before_bytes_move(
 
 
 async def test_an_agent_without_slots_refuses_memory_that_needs_them(fresh: Agents) -> None:
-    """What is fetched there all the same is shown in `tests/sim/test_slots.py`."""
-    prefill, decode = (fresh.prepare(role, staging_bytes=0) for role in ("prefill", "decode"))
-    fresh.start(prefill, decode)
+    prefill, decode = fresh.both(staging_bytes=0)
     for agent in (prefill, decode):
         link, _ = rank_link(
             agent.attach, make_spec(), 0, layout=HND.layout, num_blocks=4, direct=False
@@ -162,10 +156,7 @@ async def test_an_agent_without_slots_refuses_memory_that_needs_them(fresh: Agen
 
 
 async def test_agents_exposing_only_staging_still_hand_over(fresh: Agents) -> None:
-    prefill = fresh.prepare("prefill", exposure="staging")
-    decode = fresh.prepare("decode", exposure="staging", request_timeout_s=60.0)
-    fresh.start(prefill, decode)
+    prefill, decode = fresh.both(decode={"request_timeout_s": 60.0}, exposure="staging")
     async with pair(prefill.attach, decode.attach) as (source, target):
         assert await works(source, target)
-
     assert decode.says("handoff.completed", path="packed")

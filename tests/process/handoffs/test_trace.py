@@ -1,8 +1,4 @@
-"""``kvbus trace`` shows one request over both agents, on one clock, and where its time went.
-
-The ways between an engine and its agent are in the spans, by the engine's own word; what cannot be
-true is ignored, and an engine need say nothing.
-"""
+"""``kvbus trace`` shows one request over both agents, on one clock, and where its time went."""
 
 import json
 import time
@@ -21,12 +17,13 @@ from tests.support.agents import AgentProcess, until
 from tests.support.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
+    ONE_BLOCK,
     begin,
     engine,
     failure_of,
+    history_of,
     make_spec,
     pair,
-    story_of,
 )
 from tests.support.memories import NHD
 
@@ -34,18 +31,16 @@ pytestmark = pytest.mark.anyio
 
 ONE, OTHER = (f"00-{letter * 32}-{letter * 16}-01" for letter in "ab")
 WAYS = {"sending"}
+"""Spans between an engine and its agent, as the engine reports them."""
 HOLD_S = 0.5
-BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 Spans = list[dict[str, Any]]
 
 
 async def traced(*arguments: str) -> Any:
-    """The command runs an event loop of its own."""
     return await anyio.to_thread.run_sync(CliRunner().invoke, app, ["trace", *arguments])
 
 
-async def told(name: str, *agents: AgentProcess | str) -> dict[str, Any]:
-    """By agent id, its spans; and all else that the command says in JSON."""
+async def trace_of(name: str, *agents: AgentProcess | str) -> dict[str, Any]:
     peers = [agent if isinstance(agent, str) else agent.peer for agent in agents]
     result = await traced(name, *(part for peer in peers for part in ("--peer", peer)), "--json")
     assert result.exit_code == 0, result.stderr
@@ -59,21 +54,19 @@ def spans_of(answer: dict[str, Any], agent: AgentProcess) -> Spans:
 
 
 def names(spans: Spans) -> list[str]:
-    """Without the ways between engine and agent."""
     return [span["name"] for span in spans if span["name"] not in WAYS]
 
 
 async def handed_off(
     prefill: AgentProcess, decode: AgentProcess, *, of_offer: str = "", of_fetch: str = ""
 ) -> str:
-    """The name of one handoff, by plain messages, as the SDK sends no wrong traces."""
     name = uuid.uuid4().hex
-    offered, taken = {"full": BlockTable.of([1])}, {"full": BlockTable.of([2])}
+    theirs, ours = {"full": BlockTable.of([1])}, {"full": BlockTable.of([2])}
     async with pair(prefill.attach, decode.attach) as (source, target):
         made = await source.control.connection.request(
-            MakeOffer(name, 16, offered, traceparent=of_offer)
+            MakeOffer(name, 16, theirs, traceparent=of_offer)
         )
-        fetch = StartFetch(f"fetch-{name}", made.ticket, 16, taken, traceparent=of_fetch)
+        fetch = StartFetch(f"fetch-{name}", made.ticket, 16, ours, traceparent=of_fetch)
         await target.control.connection.request(fetch)
         await until(lambda: decode.logged("handoff.completed", request_id=name))
     return name
@@ -82,11 +75,9 @@ async def handed_off(
 async def test_one_decode_agent_leads_to_the_spans_of_both(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    """Also when it is asked at two of its addresses; engines that left have said all they knew."""
+    """Also if two of its addresses are named; the engines have left."""
     name = await handed_off(prefill, decode)
-
-    answer = await told(name, decode, decode.peer.replace("127.0.0.1", "localhost"))
-
+    answer = await trace_of(name, decode, decode.peer.replace("127.0.0.1", "localhost"))
     assert names(spans_of(answer, prefill)) == ["offer", "sealed", "leased"]
     of_fetch = spans_of(answer, decode)
     assert names(of_fetch) == ["fetch", "resolving", "acquiring", "reading", "READ", "committing"]
@@ -98,60 +89,54 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(
     assert all("clock_error_s" in one for one in answer["agents"])
 
 
-async def test_fetches_of_unmet_offers_are_not_mixed_up(
+async def test_fetches_without_offers_are_not_mixed_up(
     prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess
 ) -> None:
-    """Without an id of its request such a fetch has the name of all of them."""
-    async with (
-        engine(decode.attach) as one,
-        engine(other_decode.attach) as other,
-    ):
+    async with engine(decode.attach) as one, engine(other_decode.attach) as other:
         fetches = [
             target.decode.fetch(
-                Rendezvous(uuid.uuid4().hex, prefill.peer).to_json(), **BLOCK, timeout_s=0.3
+                Rendezvous(uuid.uuid4().hex, prefill.peer).to_json(), **ONE_BLOCK, timeout_s=0.3
             )
             for target in (one, other)
         ]
         for fetch in fetches:
             await failure_of(fetch)
-
-    answer = await told(fetches[0].fetch_id, decode, other_decode)
-
+    answer = await trace_of(fetches[0].fetch_id, decode, other_decode)
     assert names(spans_of(answer, decode))[0] == "fetch"
     assert other_decode.settings["agent_id"] not in answer
 
 
-@pytest.mark.parametrize("name", ["request_id", "transfer_id"])
-async def test_routers_request_name_finds_trace_after_offer_is_met(
-    prefill: AgentProcess, decode: AgentProcess, name: str
+async def test_routers_request_name_finds_trace_of_rendezvous(
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    """And who waits for the offer, and for tokens, says so."""
     async with pair(prefill.attach, decode.attach) as (source, target):
-        meets = Rendezvous(
+        ticket = Rendezvous(
             uuid.uuid4().hex, prefill.peer, request_id=f"routers-{uuid.uuid4().hex}"
         ).to_json()
-        fetch = target.decode.fetch(meets, num_tokens=32, block_ids={"full": [3, 4]}, timeout_s=60)
+        fetch = target.decode.fetch(ticket, num_tokens=32, block_ids={"full": [3, 4]}, timeout_s=60)
         await until(lambda: prefill.metric("awaited_offers") == 1)
         offer = await source.prefill.offer(
             "as the engine calls it",
             num_tokens=16,
             block_ids={"full": [1, 2]},
             sealed=False,
-            transfer_id=meets["transfer_id"],
+            transfer_id=ticket["transfer_id"],
         )
-        await until(lambda: any("-> waiting" in line for line in story_of(target, fetch)))
-        live = await told(meets["transfer_id"], prefill)
+        await until(lambda: any("-> waiting" in line for line in history_of(target, fetch)))
+        live = await trace_of(ticket["transfer_id"], prefill)
         await offer.extend(32)
         await offer.seal()
         await fetch.ended
         await offer.ended
-
-    answer = await told(meets[name], decode)
-
+    answer, same = [await trace_of(ticket[key], decode) for key in ("request_id", "transfer_id")]
     of_offer, of_fetch = spans_of(answer, prefill), spans_of(answer, decode)
+    assert [names(spans_of(same, agent)) for agent in (prefill, decode)] == [
+        names(of_offer),
+        names(of_fetch),
+    ]
     whole = [one for one in (*of_offer, *of_fetch) if one["name"] in ("offer", "fetch")]
     assert [one["attributes"]["offer_id"] for one in whole] == 2 * [offer.offer_id]
-    assert not any(meets["transfer_id"] in str(spans) for spans in (of_offer, of_fetch))
+    assert not any(ticket["transfer_id"] in str(spans) for spans in (of_offer, of_fetch))
     assert names(of_offer)[:3] == ["awaited", "offer", "open"]
     stages = names([one for one in of_fetch if one["depth"] == 1])
     assert stages[0] == "awaiting"
@@ -167,49 +152,36 @@ async def test_own_ids_find_offer_and_fetch_and_each_chunk_is_span(
     async with pair(prefill.attach, decode.attach) as (source, target):
         handoff = await begin(source, target, 48, chunk_tokens=16)
         await handoff.completed()
-
-    by_offer = await told(handoff.offer.offer_id, prefill)
-    by_fetch = await told(handoff.fetch.fetch_id, prefill, decode)
-
+    by_offer = await trace_of(handoff.offer.offer_id, prefill)
+    by_fetch = await trace_of(handoff.fetch.fetch_id, prefill, decode)
     assert len(by_offer["agents"]) == 1
     assert names(spans_of(by_fetch, prefill))[0] == "offer"
     assert names(spans_of(by_fetch, decode))[-7:] == [*(["reading", "READ"] * 3), "committing"]
 
 
-@pytest.mark.parametrize(
-    ("of_offer", "of_fetch", "expected"),
-    [
-        (ONE, OTHER, (ONE, OTHER)),
-        (ONE, "", (ONE, ONE)),
-        (ONE, "wrong", (ONE, ONE)),
-        ("wrong", OTHER, (None, OTHER)),
-    ],
-)
 async def test_trace_comes_with_ticket_unless_engine_names_another(
-    prefill: AgentProcess,
-    decode: AgentProcess,
-    of_offer: str,
-    of_fetch: str,
-    expected: tuple[str | None, str],
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    name = await handed_off(prefill, decode, of_offer=of_offer, of_fetch=of_fetch)
-
-    answer = await told(name, decode)
-
-    spans = [spans_of(answer, agent)[0] for agent in (prefill, decode)]
-    assert tuple(span["attributes"].get("traceparent") for span in spans) == expected
+    for of_offer, of_fetch, expected in (
+        (ONE, OTHER, [ONE, OTHER]),
+        (ONE, "", [ONE, ONE]),
+        (ONE, "wrong", [ONE, ONE]),
+        ("wrong", OTHER, [None, OTHER]),
+    ):
+        name = await handed_off(prefill, decode, of_offer=of_offer, of_fetch=of_fetch)
+        answer = await trace_of(name, decode)
+        spans = [spans_of(answer, agent)[0] for agent in (prefill, decode)]
+        assert [span["attributes"].get("traceparent") for span in spans] == expected
 
 
 async def test_a_person_reads_a_waterfall_and_what_took_the_time(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     name = await handed_off(prefill, decode)
-
     result = await traced(name, "--peer", decode.peer)
     never = await traced("never", "--peer", decode.peer)
     silent = "tcp://127.0.0.1:9"
     half = await traced(name, "--peer", decode.peer, "--peer", silent, "--timeout", "0.5")
-
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
     assert any(line.split()[:1] == ["committing"] and "█" in line for line in lines)
@@ -224,13 +196,11 @@ async def test_a_fetch_that_failed_is_the_last_line(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
-        offer = await source.prefill.offer("expired", **BLOCK, ttl_s=0.1)
+        offer = await source.prefill.offer("expired", **ONE_BLOCK, ttl_s=0.1)
         await offer.ended
-        error = await failure_of(target.decode.fetch(offer.ticket, **BLOCK))
-
+        error = await failure_of(target.decode.fetch(offer.ticket, **ONE_BLOCK))
     result = await traced("expired", "--peer", decode.peer)
-    answer = await told("expired", decode)
-
+    answer = await trace_of("expired", decode)
     _, fetch = answer["agents"]
     (stage,) = [one["name"] for one in fetch["spans"] if one["error"] and one["depth"] == 1]
     share, last = result.stdout.splitlines()[-2:]
@@ -242,7 +212,6 @@ async def test_a_fetch_that_failed_is_the_last_line(
 
 
 def parts(agent: AgentProcess, **asked: str) -> dict[str, dict[str, Any]]:
-    """What the time of a fetch or an offer went to, by name; its leases are beside that."""
     spans = agent.trace(**asked)
     return {one["name"]: one for one in spans if one["depth"] == 1 and one["name"] != "leased"}
 
@@ -250,7 +219,6 @@ def parts(agent: AgentProcess, **asked: str) -> dict[str, dict[str, Any]]:
 async def test_spans_of_large_handoff_lie_within_engines_measurement(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    """And those of the fetch and the offer themselves begin and end with the ways."""
     num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
     blocks: dict[str, Any] = {"num_tokens": num_tokens, "block_ids": {"full": [*range(512)]}}
     async with pair(
@@ -265,7 +233,6 @@ async def test_spans_of_large_handoff_lie_within_engines_measurement(
     asked = (decode, {"fetch_id": fetch.fetch_id}), (prefill, {"offer_id": offer.offer_id})
     of_fetch, of_offer = (parts(agent, **which) for agent, which in asked)
     roots = [agent.trace(**which)[0] for agent, which in asked]
-
     assert began_at <= of_fetch["sending"]["start_s"]
     spent_s = sum(one["end_s"] - one["start_s"] for one in of_fetch.values())
     assert spent_s <= ended_at - began_at
@@ -296,6 +263,5 @@ def test_blocking_engine_asks_at_call_not_at_its_sessions_turn(
         began_at = time.monotonic()
         fetch = target.fetch(ticket, num_tokens=16, block_ids={"full": [2]})
         fetch.ended.wait()
-
     spans = parts(decode, fetch_id=fetch.fetch_id)
     assert began_at <= spans["sending"]["start_s"] < held_until[0] <= spans["sending"]["end_s"]

@@ -1,4 +1,4 @@
-"""Five hosts on one Ethernet, an agent on each, with keys and over TCP only."""
+"""Four hosts on one Ethernet, an agent on each, with keys and over TCP only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,12 @@ from tests.support.agents import AgentProcess, Agents, agents_ended
 from tests.support.keyring import KeyRing
 from tests.support.namespaces import BRIDGED, HAVE_NAMESPACES, Host, bridged
 
-PREFILL_HOSTS, DECODE_HOSTS = ("p0", "p1"), ("d0", "d1", "d2")
+PREFILL_HOSTS, DECODE_HOSTS = ("p0", "p1"), ("d0", "d1")
+SOON = {"lease_s": 2.0, "request_timeout_s": 2.0, "quarantine_timeout_s": 1.0}
+"""TCP waits for a cut connection as long again as it was cut."""
 SETTINGS = {
     Role.PREFILL: {**PREFILL, **SLOW_READS, "mapped": False},
-    Role.DECODE: {**DECODE, **SLOW_READS, "quarantine_timeout_s": 2.0},
+    Role.DECODE: {**DECODE, **SLOW_READS, **SOON},
 }
 
 
@@ -44,14 +46,12 @@ class Network(Agents):
         return path
 
     def place(self, role: Role, name: str) -> AgentProcess:
-        """The agent of the host; not started yet."""
         agent = self.at[name] = self.prepare_at(role, name)
         return agent
 
     def prepare_at(
         self, role: Role, name: str, *, first_port: int = 7701, **settings: Any
     ) -> AgentProcess:
-        """An agent that has all of its sockets at its host's address; not started yet."""
         host = self.hosts[name]
         binds = {
             "peer_bind": f"tcp://{host.address}:{first_port}",
@@ -67,7 +67,6 @@ class Network(Agents):
 
 @pytest.fixture(scope="package")
 def shared_network() -> Iterator[Network]:
-    """The agents of this folder, ended with its last test."""
     if not HAVE_NAMESPACES:
         pytest.skip("needs root and iproute2")
     with bridged(*PREFILL_HOSTS, *DECODE_HOSTS) as hosts, agents_ended(Network) as network:
@@ -81,6 +80,5 @@ def shared_network() -> Iterator[Network]:
 
 @pytest.fixture
 def network(shared_network: Network) -> Iterator[Network]:
-    """The agents, which must hold nothing after each test."""
     yield shared_network
     shared_network.check()

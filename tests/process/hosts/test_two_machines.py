@@ -28,15 +28,14 @@ INSTALLED = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 @dataclass
 class Page:
-    """The page, for hosts whose addresses are others; all files are below ``folder``."""
+    """The page with the addresses of the test's hosts; all files are below ``folder``."""
 
     hosts: dict[str, Host]
     folder: Path
     keys: dict[str, str] = field(default_factory=dict)
-    """What stands for the public keys in it, and these."""
+    """Public keys by their placeholder."""
 
     def here(self, text: str) -> str:
-        """A piece of the page, with what a reader would put in place of its examples."""
         for address, name in ADDRESSES.items():
             inside = " ".join(self.hosts[name].command)
             text = text.replace(f"ssh {address}", inside)
@@ -44,12 +43,10 @@ class Page:
         return text.replace("eth0", BRIDGED).replace("/tmp/", f"{self.folder}/")  # noqa: S108 - the page's
 
     def blocks(self, kind: str) -> list[tuple[str, str]]:
-        """The first line of each block of this kind, a comment, and the others."""
         found = re.findall(rf"```{kind}\n# (.*?)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
         return [(title, text) for title, text in found]
 
     def run(self, where: str, command: str) -> str:
-        """What a command prints on the host of that title."""
         name = ADDRESSES.get(where.removeprefix("on "), "router")
         for key, value in self.keys.items():
             command = command.replace(key, value)
@@ -67,7 +64,6 @@ class Page:
         return ended.stdout
 
     def start(self, name: str, agents: Agents) -> None:
-        """Run the agent of that host, and wait for it."""
         config = next(text for title, text in self.blocks("toml") if title == f"{name}.toml")
         at = self.folder / name
         (at / f"{name}.toml").write_text(self.here(config) + NOT_MAPPED)
@@ -85,7 +81,6 @@ class Page:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    """The page, with as many hosts as it has."""
     if not HAVE_NAMESPACES:
         pytest.skip("needs root and iproute2")
     with bridged("prefill", "decode", "router") as made, agents_ended(Agents) as agents:
@@ -102,9 +97,7 @@ def page() -> Iterator[Page]:
 
 def test_page_of_two_machines_works_on_two_and_three_hosts(page: Page) -> None:
     handoffs = page.blocks("bash")[4:6]
-
     said = [page.run(*block) for block in handoffs]
-
     assert [where for where, _ in handoffs] == ["on 10.0.0.2", "on a third machine"]
     assert all(ALL_EQUAL in one for one in said), said
     assert not any("mapped" in one for one in said)
@@ -115,10 +108,8 @@ def test_trusted_key_gets_doctor_and_trace_as_page_says(page: Page) -> None:
     page.run(*page.blocks("bash")[4])
     log = (page.folder / "decode" / "log").read_text("utf-8")
     first, *_ = re.findall(r'"request_id":"(\w+)".*"handoff.completed"', log)
-
     said = page.run(*doctor)
     shown = page.run(where, ask.replace("REQUEST_ID", first))
-
     assert "kvbus works on this machine" in said
     assert "each agent trusts the key of the other" in said
     assert "prefill-0" in shown
@@ -128,9 +119,7 @@ def test_trusted_key_gets_doctor_and_trace_as_page_says(page: Page) -> None:
 def test_handoffs_between_two_hosts_are_measured_as_page_says(page: Page) -> None:
     where, command = page.blocks("bash")[6]
     less = command.replace("bench-prefill", "bench-prefill --mib 2 --rounds 1")
-
     said = page.run(where, less)
-
     assert (where, less.count("--mib")) == ("on 10.0.0.2", 1)
     assert "first handoff" in said
     assert {line.split()[0] for line in said.splitlines()} >= {"one-block", "runs-16k", "in-order"}

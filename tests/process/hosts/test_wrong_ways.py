@@ -33,7 +33,6 @@ Findings = dict[str, dict[str, Any]]
 
 @contextmanager
 def beside(network: Network, role: Role, name: str, **settings: Any) -> Iterator[AgentProcess]:
-    """Another agent of a host, until the end of the ``with``; the tests reach it where it binds."""
     agent = network.prepare_at(role, name, first_port=7721, **settings)
     try:
         agent.start()
@@ -45,7 +44,6 @@ def beside(network: Network, role: Role, name: str, **settings: Any) -> Iterator
 
 
 async def fails(source: Engine, target: Engine) -> FetchFailed:
-    """How a fetch of a few blocks fails, within its deadline."""
     began_s = time.monotonic()
     handoff = await begin(source, target, timeout_s=DEADLINE_S)
     failure = await failure_of(handoff.fetch)
@@ -57,7 +55,6 @@ async def fails(source: Engine, target: Engine) -> FetchFailed:
 
 
 def doctor(network: Network, host: str, *arguments: str) -> Findings:
-    """The findings of ``kvbus doctor`` on a host, by name."""
     ended = subprocess.run(
         [*network.hosts[host].command, *KVBUS, "doctor", "--json", *arguments],
         capture_output=True,
@@ -69,14 +66,12 @@ def doctor(network: Network, host: str, *arguments: str) -> Findings:
 
 
 def look_at(network: Network, host: str, agent: AgentProcess, at: str = "") -> Findings:
-    """What it says on ``host`` of an agent elsewhere."""
     keys = "--key-file", str(network.ring.secret_path(OBSERVER))
     server = "--server-key", str(agent.started["server_key"])
     return doctor(network, host, "--only", "peer", "--peer", at or agent.peer, *keys, *server)
 
 
 def is_error(finding: dict[str, Any], *words: str, fix: str) -> bool:
-    """Whether it is one that says this, and names the way out."""
     says = all(word in finding["found"] for word in words)
     return finding["severity"] == "error" and says and fix in finding["fix"]
 
@@ -93,7 +88,6 @@ async def test_fetch_fails_when_advertised_address_is_unreachable(
         there = look_at(network, "d0", wrong, endpoint)
         config = str(wrong.folder / "config.toml")
         at_home = doctor(network, "p0", "--only", "agents", "--config", config)
-
     named = at_home[f"agents.{wrong.settings['agent_id']}.advertise_host"]
     assert failure.code is ErrorCode.PEER_UNREACHABLE
     assert f"no prefill agent answers at {endpoint}" in failure.message
@@ -103,19 +97,15 @@ async def test_fetch_fails_when_advertised_address_is_unreachable(
 
 
 def nobody_beside(host: Host) -> str:
-    """An address of the network that no host has."""
     return host.address.rpartition(".")[0] + ".99"
 
 
-async def test_fetch_fails_when_data_interface_leads_elsewhere(
-    network: Network,
-) -> None:
+async def test_fetch_fails_when_data_interface_leads_elsewhere(network: Network) -> None:
     network.hosts["p0"].add_interface(LEADS_NOWHERE, NOBODY)
     with beside(network, Role.PREFILL, "p0", data_interfaces=[LEADS_NOWHERE]) as wrong:
         async with pair(wrong.attach, network.at["d0"].attach) as engines:
             failure = await fails(*engines)
         found = look_at(network, "d0", wrong)
-
     assert failure.code in (ErrorCode.TRANSFER_FAILED, ErrorCode.TIMEOUT)
     assert "data_interfaces" in failure.message
     assert found["peer.socket"]["severity"] == "ok"
@@ -138,7 +128,6 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
             way_back = look_at(network, "d0", prefill)["peer.packets"]
         finally:
             host.set_path_mtu(1500)
-
         assert await works(source, unknown)
     assert healthy.keys() == {f"peer.{name}" for name in LOOKED_AT}
     of_tests_before = healthy.pop("peer.faults")

@@ -1,1 +1,1 @@
-"""What agents refuse: frames that make no sense, engines and requests that cannot be."""
+"""Malformed frames, invalid engines and invalid requests."""

@@ -7,18 +7,16 @@ from typing import Any
 
 import msgpack
 import pytest
-import zmq
 
 from kvbus.errors import ProtocolError
 from kvbus.protocol import MAX_FRAME_BYTES, MAX_PEER_REQUEST_BYTES, RequestFrame, decode
 from tests.support.agents import AgentProcess, Agents
-from tests.support.plain_sockets import Attached, ask, ask_frames, engine_socket
+from tests.support.plain_sockets import Attached, ask, ask_frames, engine_socket, plain_socket
 from tests.unit.vectors.golden import FOLDER
 
 Vector = dict[str, Any]
 REFUSED: list[Vector] = json.loads((FOLDER / "refused.json").read_text())
 STATUS = {"v": 1, "op": "status", "id": 99, "boot": "raw-engine", "body": {}}
-WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,7 @@ class Place:
     vectors: list[Vector]
 
     def code_of(self, vector: Vector) -> str:
-        """The answer to a vector, by who is answered before and afterwards."""
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.set(zmq.LINGER, 0)
-            dealer.set(zmq.RCVTIMEO, round(WITHIN_S * 1000))
-            dealer.connect(self.endpoint)
+        with plain_socket(self.endpoint) as dealer:
             for before in vector["before"]:
                 dealer.send(bytes.fromhex(before))
                 assert "ok" in msgpack.unpackb(dealer.recv())
@@ -65,13 +59,6 @@ def place(request: pytest.FixtureRequest, agents: Agents) -> Place:
     return Place(agent, engine_socket(agent.attach), MAX_FRAME_BYTES, vectors)
 
 
-def test_there_are_negative_vectors_for_every_kind_of_socket() -> None:
-    sockets = {vector["socket"] for vector in REFUSED}
-
-    assert len(REFUSED) > 60
-    assert sockets == {"requests", "prefill peer", "decode peer", "engine", "attach"}
-
-
 def test_the_codec_refuses_what_is_no_request_by_the_same_codes() -> None:
     vectors = [one for one in vectors_of("requests") if len(one["frames"]) == 1]
 
@@ -82,18 +69,14 @@ def test_the_codec_refuses_what_is_no_request_by_the_same_codes() -> None:
             return error.code.value
 
     told = {one["why"]: code_of(bytes.fromhex(one["frames"][0])) for one in vectors}
-
+    assert len(vectors) > 20
     assert told == codes(vectors)
 
 
-def test_bad_frame_is_refused_and_counted_and_next_one_answered(
-    place: Place,
-) -> None:
+def test_bad_frame_is_refused_and_counted_and_next_one_answered(place: Place) -> None:
     malformed = place.agent.metric("malformed_messages")
     unknown = place.agent.metric("refusals_total", code="unknown_op")
-
     told = {vector["why"]: place.code_of(vector) for vector in place.vectors}
-
     assert told == codes(place.vectors)
     no_requests = vectors_of("requests")
     assert place.agent.metric("malformed_messages") == malformed + len(no_requests)
@@ -103,9 +86,7 @@ def test_bad_frame_is_refused_and_counted_and_next_one_answered(
 
 def test_slightly_too_large_frame_is_refused_and_counted(place: Place) -> None:
     before = place.agent.metric("malformed_messages")
-
     reply = ask_frames(place.endpoint, bytes(place.most_bytes + 1))
-
     assert reply["error"]["code"] == "too_large"
     assert place.agent.metric("malformed_messages") == before + 1
 
@@ -123,10 +104,8 @@ def test_release_of_ended_lease_is_counted_without_warning(
     lease = {"agent_boot": boot, "offer_id": "x", "epoch": 1, "token": token, "code": "timeout"}
     before = prefill.metric("refusals_total", code=code)
     prefill.skip_log()
-
     reply = ask(prefill.peer, "release", lease)
     ask(prefill.peer, "make_coffee", {})
-
     assert reply["error"]["code"] == code
     assert prefill.metric("refusals_total", code=code) == before + 1
     assert prefill.says("request.refused", op="make_coffee", code="unknown_op", level="warning")
@@ -148,9 +127,7 @@ def test_each_attach_message_is_refused_by_its_code(agents: Agents) -> None:
         assert {one["why"]: code_of(agent, one) for one in vectors} == codes(vectors)
 
 
-def test_attach_outlives_malformed_message_but_not_too_large_one(
-    agents: Agents,
-) -> None:
+def test_attach_outlives_malformed_message_but_not_too_large_one(agents: Agents) -> None:
     for agent in agents.all:
         before = agent.metric("malformed_messages")
         with Attached(agent.attach) as engine:
@@ -158,7 +135,6 @@ def test_attach_outlives_malformed_message_but_not_too_large_one(
             assert engine.receive()["error"]["code"] == "malformed"
             assert "ok" in engine.hello()
             engine.socket.sendall((1 << 30).to_bytes(4, "little"))
-
             assert engine.receive()["error"]["code"] == "too_large"
             with pytest.raises(EOFError):
                 engine.receive()
@@ -171,11 +147,9 @@ def test_gpu_memory_is_refused_without_torch_where_gpu_is_absent(fresh: Agents) 
     agent = fresh.prepare("prefill")
     fresh.start(agent)
     place = {"device": "GPU-0", "handle": bytes(64), "offset_bytes": 0, "size_bytes": 4096}
-
     with Attached(agent.attach) as engine:
         engine.hello()
         error = engine.ask("cuda", {"segment_id": "kv", **place})["error"]
-
     assert error["code"] == "segment"
     assert agent.memory_maps("copy_runs") > 0
     assert agent.memory_maps("torch") == 0

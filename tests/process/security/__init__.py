@@ -1,1 +1,1 @@
-"""What strangers, and engines that lie, may and may not do."""
+"""Strangers, and engines that lie."""

@@ -1,4 +1,4 @@
-"""Agents that somebody attacks: a pair without keys, and one with all that a site may turn on."""
+"""Agents under attack: a pair without keys, and one with all security settings."""
 
 import socket
 import time
@@ -22,14 +22,12 @@ TICKET_KEY, OLD_TICKET_KEY = b"k" * 32, b"o" * 44
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
-    """The agents that survive what is tried here; they log all that they can."""
     with started("prefill", "decode", log_level="debug") as agents:
         yield agents
 
 
 @pytest.fixture(scope="package")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
-    """The keys of the agents of `site`, and of others."""
     return KeyRing(tmp_path_factory.mktemp("keys"))
 
 
@@ -59,14 +57,12 @@ def shared_site(ring: KeyRing) -> Iterator[Agents]:
 
 @pytest.fixture
 def site(shared_site: Agents) -> Iterator[list[AgentProcess]]:
-    """The prefill and the decode agent with keys, which must hold nothing after each test."""
     yield shared_site.all
     shared_site.check()
 
 
 @contextmanager
 def trap_at(host: str) -> Iterator[str]:
-    """An endpoint that nobody may connect to."""
     with socket.create_server((host, 0)) as listening:
         yield f"tcp://{host}:{listening.getsockname()[1]}"
         listening.setblocking(False)
@@ -81,6 +77,5 @@ def trap() -> Iterator[str]:
 
 
 def signed(ticket: Ticket, *, ago_s: float = 0.0, **changes: Any) -> Ticket:
-    """By an agent of the site."""
     changed = structs.replace(ticket, **changes)
     return TicketKeys([TICKET_KEY]).sign(changed, now_s=time.time() - ago_s, lifetime_s=600)

@@ -1,34 +1,35 @@
-"""An engine truncates the memory that it shares: its handoffs end, the agent and the others go on.
+"""An engine truncates the memory that it shares: its handoffs end, and all others continue.
 
 Memory that torch shares cannot be sealed against that, and the next access to it is SIGBUS.
 """
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import anyio
 import pytest
 
-import kvbus
 from kvbus.errors import ErrorCode
 from tests.support.agents import AgentProcess, Agents, agents_ended, until
 from tests.support.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
+    Engine,
     begin,
     engine,
     failure_of,
     make_spec,
     works,
 )
+from tests.support.memories import Memory
 
 pytestmark = pytest.mark.anyio
 
-SCRIPT = Path(__file__).parent / "processes" / "cutting_engine.py"
+BLOCKS = {"full": list(range(NUM_LARGE_BLOCKS))}
 NUM_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
 ENDED = (
     ErrorCode.ENGINE_LOST,
@@ -45,7 +46,6 @@ MAPPED: dict[str, Any] = {"env": {}, "mapped": True, "path": "mapped"}
 
 @pytest.fixture(scope="module")
 def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
-    """Two agents whose reads take long, over a fabric or out of mapped memory."""
     with agents_ended(Agents) as agents:
         env = request.param["env"]
         agents.prepare("prefill", late_read_s=1.0, env=env, **SLOW)
@@ -59,124 +59,101 @@ def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
 
 @pytest.fixture
 def slow(shared_slow: Agents) -> Iterator[list[AgentProcess]]:
-    """They live and hold nothing after each test."""
     yield shared_slow.all
     assert all(agent.alive for agent in shared_slow.all)
     shared_slow.check()
 
 
 class Hostile:
-    """An engine in a process of its own that cuts its memory when it is told to."""
+    """An engine that can `cut` its memory; this process does not touch it afterwards."""
 
-    def __init__(self, agent: AgentProcess, role: str, *ticket: str) -> None:
-        self.engine_id = make_spec().engine_id
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(agent.attach), self.engine_id, role, *ticket],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def said(self) -> Any:
-        """Its next line."""
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+    def __init__(self, made: Engine, fds: set[int]) -> None:
+        self.engine, self._fds = made, fds
 
     def cut(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        assert self.said() == "cut"
+        self.engine.control.caches = ()
+        for fd in self._fds:
+            os.ftruncate(fd, 0)
 
 
-def large(agent: AgentProcess) -> Any:
-    """An engine whose handoffs take long."""
-    return engine(agent.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS)
+def torch_fds() -> set[int]:
+    """The files of torch's shared memory, which cannot be sealed."""
+    fds = Path("/proc/self/fd").iterdir()
+    return {int(fd.name) for fd in fds if fd.is_symlink() and fd.readlink().name[:6] == "torch_"}
 
 
-# Over TCP the agent serves the READ itself, and so touches the memory; what is unregistered it
-# copies. Through shared memory the kernel reads, finds none, and UCX gives up the connection. What
-# is mapped the decode agent touches; the prefill agent does not, and would confirm.
+@asynccontextmanager
+async def hostile_at(agent: AgentProcess, *, direct: bool = True) -> AsyncIterator[Hostile]:
+    before, memory = torch_fds(), Memory(apart=True, direct=direct)
+    async with large(agent, memory=memory, seed=1) as made:
+        yield Hostile(made, torch_fds() - before)
+
+
+def large(agent: AgentProcess, **options: Any) -> Any:
+    spec = make_spec(groups=(LARGE,))
+    return engine(agent.attach, spec, num_blocks=NUM_LARGE_BLOCKS, **options)
+
+
+# Over TCP the prefill agent serves the READ and touches the memory; it copies unregistered memory.
+# Through shared memory the kernel reads, and UCX closes the connection. Mapped memory is touched
+# by the decode agent alone: the prefill agent would confirm.
 @pytest.mark.parametrize(
-    ("shared_slow", "role"),
+    ("shared_slow", "direct"),
     [
-        (TCP, "prefill"),
-        pytest.param(TCP, "staged-prefill", marks=pytest.mark.long),
-        pytest.param(SHARED_MEMORY, "prefill", marks=pytest.mark.long),
-        (MAPPED, "prefill"),
+        (TCP, True),
+        pytest.param(TCP, False, marks=pytest.mark.long),
+        pytest.param(SHARED_MEMORY, True, marks=pytest.mark.long),
+        (MAPPED, True),
     ],
     indirect=["shared_slow"],
     ids=["read over tcp", "copied", "read through shared memory", "mapped"],
 )
-async def test_prefill_engine_cutting_its_memory_fails_its_own_readers(
-    slow: list[AgentProcess], role: str
+async def test_engine_cutting_its_memory_fails_only_its_own_handoffs(
+    slow: list[AgentProcess], direct: bool
 ) -> None:
     prefill, decode = slow
-    async with large(decode) as target, large(prefill) as other:
-        assert await works(other, target)
-        with Hostile(prefill, role) as hostile:
-            blocks = target.some_blocks(6, NUM_TOKENS)
-            fetch = target.decode.fetch(hostile.said(), num_tokens=NUM_TOKENS, block_ids=blocks)
+    some: dict[str, Any] = {"num_tokens": NUM_TOKENS, "block_ids": BLOCKS}
+    async with large(decode) as target, large(prefill) as source:
+        assert await works(source, target)
+        async with hostile_at(prefill, direct=direct) as hostile:
+            offer = await hostile.engine.prefill.offer("r", **some)
+            fetch = target.decode.fetch(offer.ticket, **some)
             await until(lambda: prefill.status()["counts"]["leases"] > 0)
-
             hostile.cut()
             failure = await failure_of(fetch)
             await fetch.freed
-
         assert failure.code in ENDED
-        assert await works(other, target)
+        assert await works(source, target)
+        offer = await source.prefill.offer("r", **some)
+        async with hostile_at(decode, direct=direct) as hostile:
+            hostile.engine.decode.fetch(offer.ticket, **some)
+            await until(lambda: prefill.status()["counts"]["leases"] > 0)
+            hostile.cut()
+            (failed,) = await anyio.to_thread.run_sync(
+                partial(decode.says, "handoff.failed", engine_id=hostile.engine.spec.engine_id)
+            )
+        assert failed["code"] in ENDED
+        assert await works(source, target)
+        await offer.withdraw()
+        await offer.ended
 
 
-async def test_reads_of_others_complete_after_engine_cuts_its_memory(
-    fresh: Agents,
-) -> None:
-    """UCX gives up the connection that all engines of an agent share. No read has a lease."""
+async def test_reads_of_others_complete_after_engine_cuts_its_memory(fresh: Agents) -> None:
+    """UCX closes the connection that all engines of an agent share. No read has a lease."""
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode", path="direct")
     prefill.expected_trouble.add("segment.cut")
     fresh.start(prefill, decode)
-    short: dict[str, Any] = {"num_tokens": 64, "block_ids": {"full": [1]}}
+    short: dict[str, Any] = {"num_tokens": 64, "block_ids": {"full": [0]}}
     async with large(decode) as target, large(prefill) as other:
         for _ in range(3):
             assert await works(other, target)
-        with Hostile(prefill, "short-prefill") as hostile:
-            tickets = [hostile.said() for _ in range(2)]
-            await target.decode.fetch(tickets[0], **short).ended
+        async with hostile_at(prefill) as hostile:
+            offers = [await hostile.engine.prefill.offer(name, **short) for name in "ab"]
+            await target.decode.fetch(offers[0].ticket, **short).ended
             hostile.cut()
-            failure = await failure_of(target.decode.fetch(tickets[1], **short))
-
+            failure = await failure_of(target.decode.fetch(offers[1].ticket, **short))
             for _ in range(3):
                 handoff = await begin(other, target)
                 await handoff.completed()
-
     (line,) = decode.says("handoff.failed")
     assert (line["attempts"], line["leased"], failure.code) == (2, False, ErrorCode.ENGINE_LOST)
-
-
-@pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])
-async def test_decode_engine_cutting_its_memory_fails_its_own_fetches(
-    slow: list[AgentProcess],
-) -> None:
-    prefill, decode = slow
-    async with large(prefill) as source, large(decode) as other:
-        assert await works(source, other)
-        blocks = source.some_blocks(5, NUM_TOKENS)
-        offer = await source.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=blocks)
-        with Hostile(decode, "decode", json.dumps(offer.ticket)) as hostile:
-            assert hostile.said() == {}
-            await until(lambda: prefill.status()["counts"]["leases"] > 0)
-
-            hostile.cut()
-            (failed,) = decode.says("handoff.failed", engine_id=hostile.engine_id)
-
-        assert failed["code"] in ENDED
-        assert await works(source, other)
-        await offer.withdraw()
-        await offer.ended

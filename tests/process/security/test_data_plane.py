@@ -1,8 +1,10 @@
-"""Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
+"""UCX listens on the named interfaces only: a TCP connection to it controls the process."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
@@ -10,10 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbus.agent.data_plane import DataPlane
-from kvbus.errors import KVBusError, LocalError
+from kvbus.errors import LocalError
 from kvbus.spawn import free_port
 from tests.support.agents import AgentProcess, Agents, until
-from tests.support.keyring import KeyRing, hand_over
+from tests.support.engines import begin, failure_of, hand_over_once, pair
+from tests.support.keyring import KeyRing
 from tests.support.namespaces import BRIDGED, HAVE_NAMESPACES, bridged
 from tests.support.played_data import played
 
@@ -46,7 +49,6 @@ def test_a_process_that_listens_elsewhere_ends() -> None:
         timeout=60,
         check=False,
     )
-
     assert ended.returncode == 1
     assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
 
@@ -58,48 +60,41 @@ async def test_ucx_endpoints_are_looked_up_again_after_failed_look(
     monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
     error = LocalError("no descriptor is left")
     plane = DataPlane(("lo",), played(("127.0.0.1", 7), errors=[error, error]))
-
     with capture_logs() as logged:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(getattr(plane, look))
             await until(lambda: plane.endpoints)
             tasks.cancel_scope.cancel()
-
     assert [line["event"] for line in logged] == 2 * ["data_plane.unseen"]
     assert plane.endpoints == ("127.0.0.1:7",)
 
 
-@pytest.mark.parametrize("events", ["[::1]", "localhost", "lo"])
-def test_ucx_listens_on_loopback_binds_at_named_ports(fresh: Agents, events: str) -> None:
+def test_ucx_listens_on_loopback_binds_at_named_ports(fresh: Agents) -> None:
     first = free_port()
-    settings = {
-        "peer_bind": "tcp://127.0.0.1:0",
-        "events_bind": f"tcp://{events}:0",
-        "data_ports": f"{first}-{first + 15}",
-    }
-    agent = fresh.prepare("prefill", env={}, mapped=False, **settings)
-    fresh.start(agent)
+    ports = range(first, first + 32)
+    for events in ("[::1]", "localhost", "lo"):
+        binds: dict[str, Any] = {
+            "peer_bind": "tcp://127.0.0.1:0",
+            "events_bind": f"tcp://{events}:0",
+        }
+        fresh.prepare("prefill", mapped=False, data_ports=f"{ports[0]}-{ports[-1]}", **binds)
+    fresh.start(*fresh.all)
+    for agent in fresh.all:
+        data = agent.started["data"]
+        assert data
+        assert all(at.rpartition(":")[0] in ("127.0.0.1", "::1") for at in data)
+        assert all(int(at.rpartition(":")[2]) in ports for at in data)
+        assert agent.status()["data_endpoints"] == data
 
-    data = agent.started["data"]
 
-    assert data
-    assert all(at.rpartition(":")[0] in ("127.0.0.1", "::1") for at in data)
-    assert all(int(at.rpartition(":")[2]) in range(first, first + 16) for at in data)
-    assert agent.status()["data_endpoints"] == data
-
-
-async def test_ucx_port_opens_only_when_agent_of_machine_cannot_map(
-    fresh: Agents,
-) -> None:
+async def test_ucx_port_opens_only_when_agent_of_machine_cannot_map(fresh: Agents) -> None:
     prefill = fresh.prepare("prefill")
     decode = fresh.prepare("decode", mapped=True)
     without = fresh.prepare("decode", mapped=False)
     fresh.start(prefill, decode, without)
-
-    await hand_over(prefill, decode)
+    await hand_over_once(prefill, decode)
     while_mapped = {agent.role: listening_ports(agent) for agent in (prefill, decode)}
-    await hand_over(prefill, without)
-
+    await hand_over_once(prefill, without)
     assert while_mapped == {agent.role: set(ports_of(agent)) for agent in (prefill, decode)}
     assert listening_ports(prefill) > while_mapped["prefill"]
     (opened,) = prefill.says("data_plane.opened")
@@ -112,10 +107,11 @@ async def test_settings_refused_by_ucx_are_named_when_it_is_needed(fresh: Agents
     prefill.expected_trouble.add("data_plane.closed")
     without = fresh.prepare("decode", mapped=False)
     fresh.start(prefill, without)
-
-    with pytest.raises(KVBusError, match=r"UCX does not start on .*UCX_TLS=bogus"):
-        await hand_over(prefill, without)
-
+    async with pair(prefill.attach, without.attach) as engines:
+        handoff = await begin(*engines, timeout_s=3.0)
+        failure = await failure_of(handoff.fetch)
+        await handoff.offer.withdraw()
+    assert re.search(r"UCX does not start on .*UCX_TLS=bogus", failure.message)
     assert prefill.says("data_plane.closed")
 
 
@@ -136,14 +132,12 @@ def test_agents_own_network_keeps_strangers_from_data_plane(fresh: Agents, tmp_p
         agent.runner = server.command
         fresh.start(agent)
         (data,) = [int(at.rpartition(":")[2]) for at in agent.started["data"]]
-
         assert server.ports_open_at(OWN_ADDRESS, [data]) == [data]
         assert stranger.ports_open_at(server.address, [7701, 7702, data]) == [7701, 7702]
         fresh.end()
 
 
 def listening_ports(agent: AgentProcess) -> set[int]:
-    """The TCP ports at which its processes listen, as the kernel has them."""
     processes = map(psutil.Process, (agent.pid, agent.data_pid))
     found = [one for process in processes for one in process.net_connections("tcp")]
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}

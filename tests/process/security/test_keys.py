@@ -1,4 +1,4 @@
-"""Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
+"""Agents with keys: the rights of each role, and of revoked keys."""
 
 import json
 import os
@@ -17,17 +17,22 @@ from kvbus.errors import ErrorCode
 from kvbus.protocol import REQUESTS, Outcome, Role, Socket, Ticket
 from tests.process.security.conftest import signed
 from tests.support.agents import AgentProcess, Agents, agents_ended, until, wait_until
-from tests.support.engines import begin, engine, failure_of, pair, spread_engine, works
-from tests.support.keyring import KeyRing, envelope, hand_over
-from tests.support.plain_sockets import Curve, apply, ask
+from tests.support.engines import (
+    NOTHING,
+    begin,
+    engine,
+    failure_of,
+    hand_over_once,
+    pair,
+    spread_engine,
+    works,
+)
+from tests.support.keyring import KeyRing
+from tests.support.plain_sockets import Curve, apply, ask, plain_socket
 
 pytestmark = pytest.mark.anyio
 
-NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
-OPS = {
-    "prefill": set(REQUESTS[Socket.PREFILL_PEER]),
-    "decode": set(REQUESTS[Socket.DECODE_PEER]),
-}
+OPS = {"prefill": set(REQUESTS[Socket.PREFILL_PEER]), "decode": set(REQUESTS[Socket.DECODE_PEER])}
 ALLOWED = {
     Role.PREFILL: {"status", "trace"},
     Role.DECODE: OPS["prefill"] | OPS["decode"],
@@ -45,31 +50,15 @@ HANDSHAKE_EVENTS = (
 
 @pytest.fixture
 def prefill(site: list[AgentProcess]) -> AgentProcess:
-    """The prefill agent with keys."""
     return site[0]
 
 
 @pytest.fixture
 def decode(site: list[AgentProcess]) -> AgentProcess:
-    """The decode agent with keys."""
     return site[1]
 
 
-@contextmanager
-def plain(kind: int, endpoint: str, curve: Curve | None) -> Iterator["zmq.Socket[bytes]"]:
-    """A socket with these keys that connects, to ask or to hear all events."""
-    with zmq.Context() as context, context.socket(kind) as socket:
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVTIMEO, 30_000)
-        if kind == zmq.SUB:
-            socket.subscribe(b"")
-        apply(socket, curve)
-        socket.connect(endpoint)
-        yield socket
-
-
 def is_let_in(curve: Curve | None, endpoint: str, kind: int = zmq.DEALER) -> bool:
-    """Whether the handshake of a plain socket with these keys comes to a good end."""
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.set(zmq.LINGER, 0)
         apply(socket, curve)
@@ -81,8 +70,11 @@ def is_let_in(curve: Curve | None, endpoint: str, kind: int = zmq.DEALER) -> boo
     return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
+def envelope(op: str, request_id: int) -> dict[str, Any]:
+    return {"v": 1, "op": op, "id": request_id, "boot": "leaver", "body": {}}
+
+
 def trust(ring: KeyRing, name: str, role: Role, *, by: AgentProcess) -> None:
-    """Return once a running agent knows it."""
     by.skip_log()
     ring.trust(name, role)
     by.says("keys.changed")
@@ -92,13 +84,11 @@ def trust(ring: KeyRing, name: str, role: Role, *, by: AgentProcess) -> None:
 def test_each_role_is_forbidden_what_its_row_does_not_name(
     ring: KeyRing, site: list[AgentProcess], side: str
 ) -> None:
-    """What is allowed is refused for its empty body, by who looks into it."""
+    """Permitted requests are refused for their empty body."""
     agent = site[side == "decode"]
     for role in Role:
         curve, may = ring.curve(f"any-{role}", side), ALLOWED[role] & OPS[side]
-
         replies = {op: ask(agent.peer, op, {}, curve=curve) for op in OPS[side]}
-
         codes = {op: reply.get("error", {}).get("code") for op, reply in replies.items()}
         assert {op for op, code in codes.items() if code == "forbidden"} == OPS[side] - may
         assert {codes[op] for op in may} <= {"invalid", None}
@@ -109,7 +99,6 @@ def test_missing_or_wrong_key_is_refused_at_handshake_and_logged(
 ) -> None:
     stranger, before = ring.curve("stranger", "prefill"), prefill.metric("refused_keys")
     peer, events = prefill.peer, prefill.started["events"]
-
     for socket, kind in (("peer", zmq.DEALER), ("events", zmq.SUB)):
         assert not is_let_in(stranger, prefill.started[socket], kind)
         assert prefill.says("key.refused", key=stranger.public, socket=socket, address="127.0.0.1")
@@ -129,9 +118,7 @@ async def test_decode_agent_connects_only_to_trusted_prefill_keys(
         for key in ("", "any-decode", "stranger"):
             server_key = ring.pair(key).public if key else ""
             named = signed(ticket, server_key=server_key).to_json()
-
             failure = await failure_of(target.decode.fetch(named, **NOTHING))
-
             assert failure.code is ErrorCode.FORBIDDEN
             assert "not trusted here with the role 'prefill'" in failure.message
         assert await works(source, target)
@@ -150,7 +137,6 @@ async def test_lease_belongs_to_acquiring_key_though_other_knows_token(
         granted = ask(prefill.peer, "acquire", acquire, curve=owner)["ok"]
         lease = {**named, "epoch": granted["epoch"], "token": granted["token"]}
         renew, release = {**lease, "lease_s": 20.0}, {**lease, "code": "cancelled"}
-
         refused = [
             ask(prefill.peer, op, body, curve=other)["error"]["code"]
             for op, body in (("renew", renew), ("release", release))
@@ -158,7 +144,6 @@ async def test_lease_belongs_to_acquiring_key_though_other_knows_token(
         renewed = ask(prefill.peer, "renew", renew, curve=owner)
         released = ask(prefill.peer, "release", release, curve=owner)
         await offer.withdraw()
-
     assert refused == ["forbidden"] * 2
     assert renewed["ok"]["epoch"] == granted["epoch"]
     assert released["ok"] == {}
@@ -169,11 +154,10 @@ def test_key_in_use_loses_role_by_edit_and_all_rights_by_removal(
 ) -> None:
     trust(ring, "leaver", Role.DECODE, by=prefill)
     curve, file = ring.curve("leaver", "prefill"), ring.trusted
-    with plain(zmq.DEALER, prefill.peer, curve) as dealer:
+    with plain_socket(prefill.peer, curve) as dealer:
 
         def codes(request_id: int) -> list[str]:
-            """What it is answered to an acquire without a body, and to a question for the
-            status."""
+            """Codes of an empty acquire and of a status request."""
             told = []
             for op in ("acquire", "status"):
                 dealer.send(msgpack.packb(envelope(op, request_id)))
@@ -193,7 +177,6 @@ def test_key_in_use_loses_role_by_edit_and_all_rights_by_removal(
         ring.revoke("leaver")
         prefill.says("keys.changed", num_lost=1)
         as_stranger = codes(5)
-
     assert (as_reader, as_router) == (["invalid", "ok"], ["forbidden", "ok"])
     assert as_stranger == ["forbidden", "forbidden"]
     assert not is_let_in(curve, prefill.peer)
@@ -205,7 +188,7 @@ def test_agent_answers_while_key_file_cannot_be_read(tmp_path: Path) -> None:
     with agents_ended(Agents) as agents:
         agent = ring.prepare(agents, Role.PREFILL, "prefill")
         agents.start(agent)
-        with plain(zmq.DEALER, agent.peer, agent.curve) as dealer:
+        with plain_socket(agent.peer, agent.curve) as dealer:
             dealer.send(msgpack.packb(envelope("status", 1)))
             dealer.recv()
             os.mkfifo(pipe, 0o644)
@@ -213,18 +196,16 @@ def test_agent_answers_while_key_file_cannot_be_read(tmp_path: Path) -> None:
             with opened_by_reader(ring.trusted):
                 dealer.send(msgpack.packb(envelope("status", 2)))
                 answered = dealer.poll(30_000)
-
         assert answered
         assert agent.says("keys.changed")
 
 
 @contextmanager
 def opened_by_reader(pipe: Path) -> Iterator[None]:
-    """Until the end somebody waits for what he reads from the pipe, which comes to nothing."""
     ends: list[int] = []
 
     def opened() -> bool:
-        with suppress(OSError):  # nobody has opened it to read
+        with suppress(OSError):  # no reader yet
             ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         return bool(ends)
 
@@ -242,16 +223,14 @@ def test_events_stop_for_a_revoked_key_and_go_on_for_others(
     with ExitStack() as stack:
         listener, observer = (
             stack.enter_context(
-                plain(zmq.SUB, prefill.started["events"], ring.curve(name, "prefill"))
+                plain_socket(prefill.started["events"], ring.curve(name, "prefill"), kind=zmq.SUB)
             )
             for name in ("listener", "any-observer")
         )
         for sub in (listener, observer):
             sub.recv_multipart()
         prefill.skip_log()
-
         ring.revoke("listener")
-
         key = ring.pair("listener").public
         prefill.says("key.refused", key=key, socket="events")
         for sub in (listener, observer):
@@ -262,7 +241,7 @@ def test_events_stop_for_a_revoked_key_and_go_on_for_others(
         assert not listener.poll(0)
 
 
-async def test_events_go_on_after_agent_restarts_with_another_key(tmp_path: Path) -> None:
+async def test_agents_restart_with_another_key_and_without_trust(tmp_path: Path) -> None:
     """No lease is renewed in time: events alone tell the fetch that the offer grew."""
     ring = KeyRing(tmp_path)
     with agents_ended(Agents) as agents:
@@ -271,47 +250,30 @@ async def test_events_go_on_after_agent_restarts_with_another_key(tmp_path: Path
         new = ring.prepare(agents, Role.PREFILL, "new", max_lease_s=600.0, **binds)
         decode = ring.prepare(agents, Role.DECODE, "decode", lease_s=600.0)
         agents.start(old, decode)
-        await hand_over(old, decode)
+        await hand_over_once(old, decode)
         old.kill()
         agents.start(new)
-
         async with pair(new.attach, decode.attach) as (source, target):
             assert await works(source, target)
             ring.revoke("old")
             await until(lambda: decode.logged("peer.distrusted"))
             handoff = await begin(source, target, ready=16)
             await until(lambda: new.status()["counts"]["leases"] == 1)
-
             await handoff.seal()
-
             await handoff.completed()
-
-
-async def test_restarted_agent_tells_reader_of_distrust_not_old_ticket(
-    tmp_path: Path,
-) -> None:
-    ring = KeyRing(tmp_path)
-    with agents_ended(Agents) as agents:
-        prefill = ring.prepare(agents, Role.PREFILL, "prefill")
-        decode = ring.prepare(agents, Role.DECODE, "decode")
-        agents.start(prefill, decode)
-        await hand_over(prefill, decode)
-        prefill.kill()
+        new.kill()
         ring.revoke("decode")
-        prefill.start()
-        async with pair(prefill.attach, decode.attach) as (source, target):
+        new.start()
+        async with pair(new.attach, decode.attach) as (source, target):
             refused = await begin(source, target)
             failure = await failure_of(refused.fetch)
             await refused.offer.withdraw()
             await refused.offer.ended
-
     assert failure.code is ErrorCode.FORBIDDEN
     assert "refused our key" in failure.message
 
 
-async def test_ranks_at_other_agents_are_read_if_keys_are_trusted(
-    tmp_path: Path,
-) -> None:
+async def test_ranks_at_other_agents_are_read_if_keys_are_trusted(tmp_path: Path) -> None:
     """Two agents on each side: the readers meet both sources, and one reader asks the other."""
     ring = KeyRing(tmp_path)
     with agents_ended(Agents) as agents:
@@ -329,7 +291,6 @@ async def test_ranks_at_other_agents_are_read_if_keys_are_trusted(
             failure = await failure_of(refused.fetch)
             await refused.offer.withdraw()
             await refused.offer.ended
-
     assert failure.code is ErrorCode.FORBIDDEN
     assert "with the role 'decode'" in failure.message
 
@@ -352,10 +313,8 @@ def test_commands_ask_agents_with_the_keys_of_their_options(
         ((*status, "--key-file", stranger, keys[0]), 1, "refused our key"),
         ((*trace, keys[0]), 2, "given 1 times for 2 agents"),
     ]
-
     told = kvbus(*status, "--key-file", secret, keys[0], "--json")
     traced = kvbus(*trace, *keys)
-
     assert json.loads(told.stdout)["agent_id"] == prefill.settings["agent_id"]
     assert all(agent.settings["agent_id"] in traced.stderr for agent in (prefill, decode))
     assert "warning" not in traced.stderr
@@ -367,7 +326,6 @@ def test_commands_ask_agents_with_the_keys_of_their_options(
 async def test_a_revoked_reader_of_this_machine_takes_no_offer(
     fresh: Agents, tmp_path: Path
 ) -> None:
-    """Nor does its engine hold the blocks; another reader goes on."""
     ring = KeyRing(tmp_path)
     prefill = ring.prepare(fresh, Role.PREFILL, "prefill", mapped=True)
     revoked, other = (
@@ -388,7 +346,6 @@ async def test_a_revoked_reader_of_this_machine_takes_no_offer(
         failure = await failure_of(handoff.fetch)
         await handoff.offer.withdraw()
         outcome = await handoff.offer.ended
-
         assert failure.code is ErrorCode.FORBIDDEN
         assert outcome is Outcome.WITHDRAWN
         assert await works(source, another)

@@ -1,4 +1,4 @@
-"""Where a site signs its tickets, those that a client made up or changed lead nowhere."""
+"""A site that signs its tickets refuses forged and altered ones."""
 
 import time
 import uuid
@@ -15,18 +15,16 @@ from kvbus.protocol import Outcome, Rendezvous, Ticket, TicketKeys, packed_table
 from tests.process.security.conftest import TICKET_KEY, signed, trap_at
 from tests.process.security.wire import FORGED
 from tests.support.agents import AgentProcess, Agents
-from tests.support.engines import Engine, failure_of, pair, same, works
+from tests.support.engines import NOTHING, Engine, failure_of, pair, same, works
 from tests.support.keyring import KeyRing
 
 pytestmark = pytest.mark.anyio
-NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 NUM_REPLAYED = 20
 Pair = tuple[Engine, Engine]
 
 
 @pytest.fixture
 async def engines(site: list[AgentProcess]) -> AsyncIterator[Pair]:
-    """They hold nothing after each test."""
     prefill, decode = site
     async with pair(prefill.attach, decode.attach) as both:
         yield both
@@ -54,10 +52,9 @@ async def test_altered_ticket_is_refused_before_any_connection(engines: Pair, tr
     forged = Rendezvous(uuid.uuid4().hex, trap)
     other_site = TicketKeys([b"f" * 32]).sign(forged, now_s=time.time(), lifetime_s=9)
     failures += [
-        await failure_of(target.decode.fetch(meets.to_json(), **NOTHING))
-        for meets in (forged, other_site)
+        await failure_of(target.decode.fetch(one.to_json(), **NOTHING))
+        for one in (forged, other_site)
     ]
-
     assert {(failure.code, failure.stage) for failure in failures} == {
         (ErrorCode.FORBIDDEN, "requested")
     }
@@ -65,7 +62,7 @@ async def test_altered_ticket_is_refused_before_any_connection(engines: Pair, tr
     await fetch_of(target, ticket).ended
 
 
-async def test_ticket_of_either_key_is_read_ahead_other_blocks_refused(
+async def test_ticket_of_either_key_is_speculative_other_blocks_refused(
     engines: Pair, site: list[AgentProcess]
 ) -> None:
     source, target = engines
@@ -75,7 +72,6 @@ async def test_ticket_of_either_key_is_read_ahead_other_blocks_refused(
     ticket, before = Ticket.from_json(offer.ticket), target.snapshot()
     others = packed_tables({"full": BlockTable.of(theirs["full"][::-1])}, max_blocks=9)
     wanted: dict[str, Any] = {"num_tokens": 40, "block_ids": ours}
-
     failures = [
         await failure_of(
             target.decode.fetch(structs.replace(ticket, blocks=blocks).to_json(), **wanted)
@@ -85,7 +81,6 @@ async def test_ticket_of_either_key_is_read_ahead_other_blocks_refused(
     unchanged = same(target.snapshot(), before)
     fetch = target.decode.fetch(signed(ticket).to_json(), **wanted)
     await fetch.ended
-
     assert len(ticket.signature) == 64
     assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
     assert unchanged
@@ -111,10 +106,8 @@ async def test_a_ticket_that_the_site_signed_is_good_for_what_it_says(
     source, target = engines
     offer = await source.prefill.offer("r", **NOTHING, prompt_digest="prompt")
     ticket = signed(Ticket.from_json(offer.ticket), ago_s=ago_s, **changes)
-
     with pytest.raises(FetchFailed, match=said) as refused:
         await fetch_of(target, ticket, prompt_digest="prompt").ended
-
     assert refused.value.code is code
     await fetch_of(target, Ticket.from_json(offer.ticket), prompt_digest="prompt").ended
 
@@ -126,27 +119,24 @@ async def test_a_ticket_for_a_named_engine_or_agent_is_used_by_it_once(
     for audience in (target.spec.engine_id, site[1].settings["agent_id"]):
         offer = await source.prefill.offer(audience, **NOTHING, audience=audience)
         ticket = Ticket.from_json(offer.ticket)
-
         await fetch_of(target, ticket).ended
-
         again = [await failure_of(fetch_of(target, ticket)) for _ in range(NUM_REPLAYED)]
         assert {(failure.code, failure.stage) for failure in again} == {
             (ErrorCode.OFFER_COMPLETED, "requested")
         }
 
 
-async def test_a_rendezvous_that_the_site_has_signed_is_met(
+async def test_fetch_of_a_signed_rendezvous_completes(
     engines: Pair, site: list[AgentProcess], ring: Any
 ) -> None:
     source, target = engines
     named = Rendezvous(uuid.uuid4().hex, site[0].peer, server_key=ring.pair("prefill").public)
-    meets = TicketKeys([TICKET_KEY]).sign(named, now_s=time.time(), lifetime_s=60)
+    rendezvous = TicketKeys([TICKET_KEY]).sign(named, now_s=time.time(), lifetime_s=60)
     ours, theirs = target.some_blocks(3, 40), source.some_blocks(3, 40)
-    fetch = target.decode.fetch(meets.to_json(), num_tokens=40, block_ids=ours)
+    fetch = target.decode.fetch(rendezvous.to_json(), num_tokens=40, block_ids=ours)
     offer = await source.prefill.offer(
-        "r", num_tokens=40, block_ids=theirs, transfer_id=meets.transfer_id
+        "r", num_tokens=40, block_ids=theirs, transfer_id=rendezvous.transfer_id
     )
-
     await fetch.ended
     await offer.ended
 
@@ -158,9 +148,7 @@ async def test_an_allow_list_holds_without_keys(fresh: Agents) -> None:
         async with pair(agents[0].attach, agents[1].attach) as (source, target):
             offer = await source.prefill.offer("r", **NOTHING)
             redirected = structs.replace(Ticket.from_json(offer.ticket), endpoint=elsewhere)
-
             failure = await failure_of(fetch_of(target, redirected))
-
             assert await works(source, target)
             await offer.withdraw()
         assert failure.code is ErrorCode.FORBIDDEN
@@ -173,10 +161,8 @@ async def test_unsigned_rendezvous_ends_its_offer_at_known_agent(
     assert await works(source, target)
     named = Rendezvous(uuid.uuid4().hex, site[0].peer, server_key=ring.pair("prefill").public)
     offer = await source.prefill.offer("r", transfer_id=named.transfer_id, ttl_s=600.0, **NOTHING)
-
     failure = await failure_of(target.decode.fetch(named.to_json(), **NOTHING))
     outcome = await offer.ended
-
     assert failure.code is ErrorCode.FORBIDDEN
     assert "the rendezvous is not signed: the router must sign it" in failure.message
     assert outcome is Outcome.WITHDRAWN

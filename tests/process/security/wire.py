@@ -1,33 +1,26 @@
-"""A plain TCP connection that speaks ZMTP as far as an attack needs, and a look at the attacked.
-
-Refuses to wait for ZeroMQ: bytes go out as they are made, whatever its own library would not send.
-"""
+"""A plain TCP connection that speaks ZMTP, and sends bytes that libzmq would not."""
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
-from tests.support.agents import WITHIN_S, AgentProcess
+from tests.support.agents import WITHIN_S
 
 FORGED = "0123456789abcdef0123456789abcdef"
-"""As long as a right, and none."""
+"""A forged right of valid length."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 MORE, LONG, COMMAND = 1, 2, 4
 STUCK_S = 3.0
-"""Nobody reads a connection any more that takes nothing for so long."""
+"""The peer of a connection that accepts nothing for this long has stopped reading."""
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """One ZMTP frame."""
     if len(body) < 256:
         return bytes([flags, len(body)]) + body
     return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
 
 
 def connected(endpoint: str, kind: str) -> socket.socket:
-    """A connection past the handshake of a ``kind`` of socket; tries until it is let in."""
+    """Connect as a ``kind`` of socket; retry until the handshake is done."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:
@@ -49,7 +42,6 @@ def _try_to_connect(endpoint: str, kind: str) -> socket.socket:
 
 
 def address_of(endpoint: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
@@ -69,18 +61,3 @@ def _receive(wire: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionError("cut off")
         received += more
     return received
-
-
-@contextmanager
-def bounded_growth(agent: AgentProcess, *, most_bytes: int) -> Iterator[None]:
-    """Fail if the agent ever had so much more resident memory meanwhile."""
-    status, limit = Path(f"/proc/{agent.pid}/status"), Path(f"/proc/{agent.pid}/clear_refs")
-
-    def resident_bytes(name: str) -> int:
-        (line,) = [line for line in status.read_text().splitlines() if line.startswith(name)]
-        return int(line.split()[1]) * 1024
-
-    limit.write_text("5")  # the kernel notes the most from now on
-    before = resident_bytes("VmRSS")
-    yield
-    assert resident_bytes("VmHWM") - before < most_bytes

@@ -1,6 +1,6 @@
 """A decode agent maps no memory of a lender that lies, and logs the reason once.
 
-Then it reads with NIXL; see the last test, and `tests/process/handoffs/test_ways.py`.
+Then it reads with NIXL; see the last test, and `tests/process/handoffs/test_processes.py`.
 """
 
 import asyncio

@@ -1,15 +1,22 @@
-"""The Python engines of examples/ hand KV over, and their processes end by themselves."""
+"""The examples and the code of the documents run as they stand there."""
 
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from kvbus.engine import KvCache, Link, RankMemory
+from kvbus.geometry import EngineSpec, KvLayout, KvPart
 from tests.support.agents import AgentProcess
+from tests.support.engines import FULL, make_spec
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
 ENGINE, HANDOFF = EXAMPLES / "engine.py", EXAMPLES / "handoff.py"
 WITHIN_S = 30.0
 PROMPTS = "Hello, world!\nWho reads this?\n"
@@ -42,7 +49,7 @@ def test_prompts_come_over_as_the_kv_of_one_engine_in_the_other(
 def test_prompt_waits_for_blocks_and_oversized_one_is_left_out(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    """The cache has 256 tokens, so that two of these prompts do not fit at once."""
+    """The cache of 256 tokens has room for one of these prompts."""
     prompts = [letter * 200 for letter in "abc"]
     with run("prefill", prefill, "\n".join(["d" * 257, *prompts])) as offering:
         command = [sys.executable, str(ENGINE), "decode", str(decode.attach)]
@@ -70,6 +77,49 @@ def test_example_handoff_recomputes_after_failed_fetch(
         ticket = offer.ticket
         offer.withdraw()
         offer.ended.wait(WITHIN_S)
-
         assert not names["fetch_or_recompute"](other_link, ticket, [0, 1, 2])
     assert capsys.readouterr().out.startswith("recompute the prompt: ")
+
+
+PLACES = [(layer, part) for layer in (0, 1) for part in (KvPart.KEY, KvPart.VALUE)]
+BLOCKS, NUM_TOKENS = [7, 3, 9], 40
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+
+
+def tokens_of(view: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+    return view[block_ids].flatten(0, 1)[:NUM_TOKENS].clone()
+
+
+def received(decode: AgentProcess, spec: EngineSpec, ticket: Any) -> Any:
+    """What a decode engine of three blocks fetches, by layer and part."""
+    memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=3)
+    cache = KvCache(spec, memory.rank, memory.tensor)
+    with Link(decode.attach, spec, memory=memory) as link:
+        link.fetch(ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2]}).ended.wait()
+        return [tokens_of(cache.view(*place), [0, 1, 2]) for place in PLACES]
+
+
+def test_the_readme_shows_a_part_of_the_example_that_runs() -> None:
+    (shown,) = examples("README.md")
+    assert shown in (ROOT / "examples/handoff.py").read_text("utf-8")
+
+
+def test_memory_page_engine_hands_over_kv_through_ring(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    example, *_ = examples("docs/memory.md")
+    example = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(offer.ticket)", example)
+    cache = {place: torch.randn(10, 16, 6, 8).bfloat16() for place in PLACES}
+    spec, ours = (make_spec(groups=(FULL,)) for _ in range(2))
+    names: dict[str, Any] = {
+        "engine": spec,
+        "attach_path": prefill.attach,
+        "cache": cache,
+        "hand_over": lambda ticket: received(decode, ours, ticket),
+    }
+    exec(example, names)  # noqa: S102 - our own page
+    sent = [tokens_of(cache[place], BLOCKS) for place in PLACES]
+    assert all(map(torch.equal, sent, names["got"]))
