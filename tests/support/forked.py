@@ -1,4 +1,4 @@
-"""Agents and engines that start in a quarter of the time: forked from who has imported them.
+"""Agents and engines that start in a quarter of the time: forks of a process with their imports.
 
     pytest ──exec──▶ fork server, one each for agents, data processes and engines
       │                   │ fork
@@ -11,8 +11,8 @@ no NIXL agent and no UCX. While an agent starts, pytest adopts orphans (PR_SET_C
 the agent is a child of pytest as if pytest had started it: pytest signals it, waits for it and gets
 its exit status, and it ends with pytest (PR_SET_PDEATHSIG, as in `kvbus.spawn`).
 
-The agent gets the environment, the folder and the streams of its start; only its command line, for
-who looks into /proc, is the server's.
+The agent gets the environment, the folder and the streams of its start; only its command line in
+/proc is the server's.
 """
 
 import atexit
@@ -21,15 +21,20 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from subprocess import DEVNULL, PIPE
+from typing import Any, ClassVar, Protocol
 
 AGENTS = (
     *("kvbus_prefill.__main__", "kvbus_decode.__main__"),
@@ -46,26 +51,89 @@ MAX_REQUEST_BYTES = 1 << 17
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Forked(subprocess.Popen[bytes]):
-    """`python -m MODULE`, its `main` in a process that is forked, where Popen starts a Python.
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
-    An agent, or another module of which most is imported by then. A command may begin with a
-    runner, such as ``ip netns exec NAME``: each runner has a fork server of its own, which it runs.
+
+Stream = int | HasDescriptor | None
+
+
+class Forked(subprocess.Popen[bytes]):
+    """`python -m MODULE`: its ``main`` runs in a fork of a server that has imported the module.
+
+    It has Popen's interface, and its own start and wait: `Popen` would start a Python. A command
+    may begin with a runner, such as ``ip netns exec NAME``, which has a fork server of its own.
     """
 
     imported: ClassVar[Sequence[str]] = AGENTS
 
-    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        env, pipes = rest[5], rest[9:15]
-        ends = (pipes[0], pipes[3], pipes[5])
-        streams = [end if end != -1 else ours for ours, end in enumerate(ends)]
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.args, self.stdin, self.stdout, self.stderr = args, None, None, None
+        self.returncode: int | None = None
+        self._reaping = threading.Lock()
         at = args.index(sys.executable)
         server = _server(self.imported, tuple(args[:at]))
-        try:
+        with ExitStack() as theirs:
+            streams = [_end(theirs, one, at) for at, one in enumerate((stdin, stdout, stderr))]
+            if stdin == PIPE:
+                streams[0], ours = os.pipe()
+                theirs.callback(os.close, streams[0])
+                self.stdin = os.fdopen(ours, "wb", buffering=0)
+            if stdout == PIPE:
+                ours, streams[1] = os.pipe()
+                theirs.callback(os.close, streams[1])
+                self.stdout = os.fdopen(ours, "rb", buffering=0)
             self.pid = server.fork(args[at:], os.environ if env is None else env, streams)
-            self._child_created = True
-        finally:
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # not in its stub
+        self._pidfd = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._pidfd)
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in filter(None, (self.stdin, self.stdout)):
+            pipe.close()
+        self.wait()
+
+    def __del__(self) -> None:
+        """Do nothing: Popen's own needs Popen's start."""
+
+    def poll(self) -> int | None:
+        """Reap it if it has ended; return the exit status."""
+        with self._reaping:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = select.poll()
+        end.register(self._pidfd, select.POLLIN)
+        if not end.poll(None if timeout is None else 1000 * timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, sig)
+
+
+def _end(theirs: ExitStack, stream: Stream, at: int) -> int:
+    """The descriptor that a process gets for a stream; a pipe is made later."""
+    if stream == DEVNULL:
+        null = os.open(os.devnull, os.O_RDWR)
+        theirs.callback(os.close, null)
+        return null
+    if stream is None or stream == PIPE:
+        return at
+    return stream if isinstance(stream, int) else stream.fileno()
 
 
 class ForkedEngine(Forked):
