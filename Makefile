@@ -107,7 +107,7 @@ survivor: $(INSTALLED) $(KERNEL) ## Kill, stop, cut and move agents; no request 
 	@$(BIN)/python -m tests.tools.survivor --seed $(SEED) --events $(EVENTS)
 
 soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
-	@$(BIN)/python -m tests.tools.soak --minutes $(MINUTES) --caps $(CAPS)
+	@$(BIN)/python -m tests.tools.chaos --soak $(CAPS) --minutes $(MINUTES)
 
 mutants: $(INSTALLED) $(INSTALLED_VLLM) $(KERNEL) ## Break the code in known ways: tests must see each
 	@$(BIN)/python -m tests.tools.mutants

@@ -1,34 +1,40 @@
-"""Runs chaos: ``python -m tests.tools.chaos --seed 1 --minutes 20``. One line of JSON; 1 if it
-broke.
+"""Runs chaos: ``python -m tests.tools.chaos --seed 1 --minutes 20``; it ends with 1 if it broke.
 
 world 0: act 0 (no events), calm, act 1, calm, ...    world 1: ...
 
-In a calm all must end, and nothing may remain.
+In a calm all must end, and nothing may remain. The last line is the result in JSON.
+
+With ``--soak`` there is one world without faults, and an act each minute, or ten of a shorter run.
+After each calm a line of JSON has what each agent holds; the result says which agents grow.
 """
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.support.agents import Agents, agents_ended
-from tests.tools.chaos.draws import Fault, draw_faults, draw_setting
+from tests.tools.chaos.draws import Fault, Setting, draw_faults, draw_setting
 from tests.tools.chaos.handoffs import Handoffs
 from tests.tools.chaos.ledger import Ledger
 from tests.tools.chaos.links import Link
 from tests.tools.chaos.shapes import AGENTS
+from tests.tools.chaos.soak import CAPS, LONGEST_PERIOD_S, NUM_PERIODS, Sample, judge, sample
 from tests.tools.chaos.world import World
 
 ACT_S = 25.0
 ACTS_OF_A_WORLD = 4
-NUM_WORKERS = 16
+NUM_WORKERS, MANY_WORKERS = 16, 48
 BURST = 80
 """More than an agent takes at a time."""
 CALM_WITHIN_S = 90.0
@@ -64,25 +70,59 @@ async def run(seed: int, acts: Sequence[int], ledger: Ledger, settings: list[str
                 await world.close()
 
 
-class Act:
-    """Handoffs by some workers and rogues, with the faults of a schedule, and then a calm."""
+async def soak(
+    seed: int, seconds: float, caps: str, ledger: Ledger, settings: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Hand off without faults; return the verdict on each agent."""
+    setting = Setting("tcp", keyed=False, maps=True, small_slices=False, digest="off")
+    settings.append(str(setting))
+    num_acts = max(NUM_PERIODS, round(seconds / LONGEST_PERIOD_S))
+    history: dict[str, list[Sample]] = {name: [] for name in AGENTS}
+    with agents_ended(Agents) as agents:
+        world = World(agents, setting, ledger, seed, CAPS[caps])
+        try:
+            await world.open()
+            for act in range(num_acts):
+                await Act(world, ledger, seed, act, seconds / num_acts, hurts=False).run()
+                for name, samples in history.items():
+                    samples.append(sample(world.agents[name]))
+                now = {name: asdict(samples[-1]) for name, samples in history.items()}
+                print(json.dumps({"act": act, "agents": now}), flush=True)
+        finally:
+            await world.close()
+    return {name: asdict(judge(samples)) for name, samples in history.items()}
 
-    def __init__(self, world: World, ledger: Ledger, seed: int, act: int) -> None:
+
+class Act:
+    """Handoffs by some workers, and then a calm; by rogues and with faults where it ``hurts``."""
+
+    def __init__(
+        self,
+        world: World,
+        ledger: Ledger,
+        seed: int,
+        act: int,
+        seconds: float = ACT_S,
+        *,
+        hurts: bool = True,
+    ) -> None:
         self._world, self._ledger, self._seed, self._act = world, ledger, seed, act
+        self._seconds, self._hurts = seconds, hurts
         self._handoffs = Handoffs(world, ledger)
         self._busy: set[str] = set()
         """What is down by a fault."""
 
     async def run(self) -> None:
         for link in self._world.event_links.values():
-            if self._act % 2 == 0:
+            if self._hurts and self._act % 2 == 0:
                 link.take_down()
-        ends_at = time.monotonic() + ACT_S
-        rogues = [asyncio.create_task(rogue.run()) for rogue in self._world.rogues()]
+        ends_at = time.monotonic() + self._seconds
+        made = self._world.rogues() if self._hurts else []
+        rogues = [asyncio.create_task(rogue.run()) for rogue in made]
         async with asyncio.TaskGroup() as tasks:
-            for fault in draw_faults(self._seed, self._act, ACT_S):
+            for fault in draw_faults(self._seed, self._act, ACT_S) if self._hurts else []:
                 tasks.create_task(self._at_its_time(fault))
-            for number in range(NUM_WORKERS):
+            for number in range(NUM_WORKERS if self._hurts else MANY_WORKERS):
                 random = Random(f"{self._seed}/worker/{self._act}/{number}")
                 tasks.create_task(self._work(random, ends_at))
         for rogue in rogues:
@@ -100,7 +140,6 @@ class Act:
             await self._handoffs.one(random)
 
     async def _at_its_time(self, fault: Fault) -> None:
-        """Unless its target is down by another one."""
         await asyncio.sleep(fault.at_s)
         if fault.target in self._busy or self._ledger.is_over:
             self._ledger.faults["skipped"] += 1
@@ -188,7 +227,6 @@ class Act:
 
 
 def open_in(pid: int) -> Counter[str]:
-    """Descriptors of a process, by what they are of, and its threads."""
     kinds = Counter[str](threads=sum(1 for _ in Path(f"/proc/{pid}/task").iterdir()))
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -197,19 +235,25 @@ def open_in(pid: int) -> Counter[str]:
 
 
 def main() -> None:
-    """Run, print the line, and end with 1 on any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")
     parser.add_argument("--first-act", type=int, default=0, help="begin there, to see one again")
-    asked = parser.parse_args()
-    ledger, settings = Ledger(asked.seed, stops_at_first=asked.stop_at_first), list[str]()
-    num_acts = max(1, round(asked.minutes * 60 / ACT_S))
-    acts = range(asked.first_act, asked.first_act + num_acts)
-    asyncio.run(run(asked.seed, acts, ledger, settings))
-    print(ledger.line(minutes=asked.minutes, settings=settings), flush=True)
-    sys.exit(bool(ledger.violations))
+    parser.add_argument("--soak", choices=CAPS, help="no faults; how much is kept of the ended")
+    wanted = parser.parse_args()
+    ledger, settings = Ledger(wanted.seed, stops_at_first=wanted.stop_at_first), list[str]()
+    more: dict[str, Any] = {}
+    if wanted.soak:
+        seconds = wanted.minutes * 60
+        verdicts = asyncio.run(soak(wanted.seed, seconds, wanted.soak, ledger, settings))
+        more = {"flat": not any(one["grows"] for one in verdicts.values()), "agents": verdicts}
+    else:
+        num_acts = max(1, round(wanted.minutes * 60 / ACT_S))
+        acts = range(wanted.first_act, wanted.first_act + num_acts)
+        asyncio.run(run(wanted.seed, acts, ledger, settings))
+    print(ledger.line(minutes=wanted.minutes, settings=settings, **more), flush=True)
+    sys.exit(bool(ledger.violations) or not more.get("flat", True))
 
 
 if __name__ == "__main__":

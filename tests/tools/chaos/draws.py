@@ -1,8 +1,8 @@
-"""What goes wrong in a chaos run, when, and what its handoffs are to be: drawn from a seed alone.
+"""Faults and handoffs of a chaos run, drawn from a seed alone.
 
-Handoffs, by weight: plain ones, large ones that are withdrawn or cancelled under the read, second
-readers, offers that grow, that live for milliseconds only, tickets that were altered. Those that
-are met go to both sides at once, in any order, by a name in place of a ticket.
+Large handoffs are withdrawn or cancelled during the read; others have a second reader, an offer
+that grows or lives for milliseconds, or an altered ticket. A rendezvous goes to both sides at once,
+in any order, by a name in place of a ticket.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ DIGESTS = ("full", "full", "sampled", "off")
 
 @dataclass(frozen=True)
 class Kind:
-    """How often a fault comes, to whom, and how long it lasts."""
-
     weight: int
     targets: tuple[str, ...]
     least_s: float = 0.0
@@ -49,7 +47,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong ``at_s`` into an act, for ``for_s``."""
+    """One fault, ``at_s`` into an act, for ``for_s``."""
 
     at_s: float
     kind: str
@@ -59,8 +57,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Setting:
-    """What agents of one world have in common."""
-
     fabric: str
     keyed: bool
     maps: bool
@@ -83,7 +79,6 @@ def draw_setting(seed: int, world: int) -> Setting:
 
 
 def draw_faults(seed: int, act: int, seconds: float) -> list[Fault]:
-    """In order of time."""
     random = Random(f"{seed}/faults/{act}")
     weights = [kind.weight for kind in KINDS.values()]
     faults = []
@@ -117,13 +112,11 @@ SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
 TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
 """Altered tickets have more than one block, and so few that they are read without an acquire."""
 SOONEST_S, LATEST_S = 0.002, 1.0
-"""After so long a handoff is withdrawn or cancelled: a read is met on slow machines and fast."""
+"""A handoff is withdrawn or cancelled after this time: during a read on any machine."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one handoff is to be."""
-
     kind: str
     num_tokens: int
     first_token: int
@@ -136,7 +129,6 @@ class Draw:
     steps: tuple[int, ...]
 
     def order(self) -> dict[str, Any]:
-        """The offer, for its engine."""
         return {"do": "offer", "steps": self.steps, "ttl_s": self.ttl_s}
 
     @property
@@ -153,7 +145,6 @@ class Draw:
 
 
 def draw_handoff(random: Random) -> Draw:
-    """By weight, then by the ranges of its kind."""
     (kind,) = random.choices(list(HANDOFFS), list(HANDOFFS.values()))
     tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
     steps: tuple[int, ...] = (tokens,)
@@ -174,5 +165,4 @@ def draw_handoff(random: Random) -> Draw:
 
 
 def _short(random: Random, least_s: float, most_s: float) -> float:
-    """Short times are more frequent than long ones."""
     return float(least_s * (most_s / least_s) ** random.random())

@@ -1,4 +1,4 @@
-"""The handoffs of a chaos run: what is offered and fetched, by whom, and what becomes of it."""
+"""The handoffs of a chaos run, from their offer to their end."""
 
 import asyncio
 import base64
@@ -26,14 +26,14 @@ HOLD_S = 20.0
 REPLY_S, FREE_S = 40.0, 60.0
 LOOK_S = 0.5
 NEVER = ("invalid", "internal")
-"""Codes that say that somebody made a mistake."""
+"""Codes of a mistake in an engine or an agent."""
 LIVE = re.compile(" -> (open|sealed): ")
 """The state of an offer in a line of its history."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What must come from whom, ``within_s``; ``about`` is what its agent is asked when late."""
+    """An answer that an engine must send ``within_s``; ``about`` is for the agent of a late one."""
 
     engine: Engine
     what: str
@@ -43,8 +43,6 @@ class Wait:
 
 @dataclass(frozen=True)
 class Made:
-    """An offer that there is."""
-
     key: int
     source: Engine
     asked: Asked
@@ -63,7 +61,6 @@ class Handoffs:
     keys = count(1)
 
     async def one(self, random: Random) -> None:
-        """One handoff, from its offer until nothing of it is left."""
         draw, source = draw_handoff(random), self._choose(random, "prefill", None)
         if source is None:
             await asyncio.sleep(0.1)
@@ -97,7 +94,6 @@ class Handoffs:
             await self._end(made, draw, [fetch])
 
     async def _end(self, made: Made, draw: Draw, fetching: Sequence[Awaitable[Told]]) -> None:
-        """All that follows on an offer."""
         source, key, about = made.source, made.key, {"offer_id": made.offer_id}
         fetches = [asyncio.ensure_future(one) for one in fetching]
         if draw.is_withdrawn:
@@ -132,7 +128,6 @@ class Handoffs:
     async def _fetch(
         self, offer: int, draw: Draw, ticket: Told, source: Engine, random: Random
     ) -> Told:
-        """One fetch until its blocks are free."""
         target = self._choose(random, "decode", source.shape.model)
         if target is None:
             return {"outcome": "gone"}

@@ -1,7 +1,4 @@
-"""What a chaos run counts, and what it found wrong.
-
-Refuses to forgive: a violation is kept with the seed, the time and the history of what it is about.
-"""
+"""Counts and violations of a chaos run; a violation has its seed, time and history."""
 
 import json
 import sys
@@ -31,7 +28,6 @@ class Ledger:
         self.counts[name] += number
 
     def violate(self, what: str, of: str, **more: Any) -> None:
-        """Something must never happen, and did."""
         self.counts[f"violation_{what}"] += 1
         of = of[-MAX_TEXT:]
         at_s = round(time.monotonic() - self.started_at, 2)
@@ -41,7 +37,6 @@ class Ledger:
             self.say(f"{what}: {of}")
 
     def say(self, what: str) -> None:
-        """Tell who waits how it goes."""
         at_s = time.monotonic() - self.started_at
         handoffs = self.counts["handoffs"]
         line = f"chaos, seed {self.seed}, {at_s:.0f} s, {handoffs} handoffs: {what}"
@@ -49,11 +44,9 @@ class Ledger:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to learn."""
         return self.stops_at_first and bool(self.violations)
 
     def line(self, **more: Any) -> str:
-        """All of it, as one line of JSON."""
         fields = {
             "seed": self.seed,
             **more,
@@ -68,7 +61,7 @@ class Ledger:
 
 
 class Stops:
-    """Times in which a process was stopped, which nobody may hold against it."""
+    """Times in which a process was stopped; they do not count as delays."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
@@ -87,11 +80,9 @@ class Stops:
             self._since = None
 
     def add(self, start: float, stop: float) -> None:
-        """A time that was seen afterwards."""
         self._spans.append((start, stop))
 
     def lost_s(self, since: float) -> float:
-        """How much of the time from ``since`` until now is lost."""
         now = time.monotonic()
         spans = [*self._spans, (self._since, now)] if self._since is not None else self._spans
         return sum(max(0.0, stop - max(start, since)) for start, stop in spans)

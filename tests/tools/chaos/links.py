@@ -1,7 +1,7 @@
-"""The network between decode agents and a prefill agent, with a hand on it: a TCP proxy.
+"""A TCP proxy between decode agents and a prefill agent, with faults that last until `heal`.
 
-A prefill agent binds at 127.0.0.1 and says that others reach it at 127.0.0.2: there the proxy
-listens, at the same port. Faults last until `heal`.
+A prefill agent binds at 127.0.0.1 and advertises 127.0.0.2, where the proxy listens at the same
+port.
 """
 
 import asyncio
@@ -19,8 +19,6 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass(eq=False)
 class Connection:
-    """One connection through the proxy."""
-
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
 
@@ -46,39 +44,31 @@ class Link:
         self._passes.set()
 
     async def open(self) -> None:
-        """Listen."""
         self._server = await asyncio.start_server(self._carry, PROXY_HOST, self._port)
 
     async def close(self) -> None:
-        """End all of it."""
         self._server.close()
         self.cut()
 
     def heal(self) -> None:
-        """No fault any more."""
         self.is_down, self._delay_s, self._trickle_bytes = False, 0.0, 0
         self._passes.set()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End what is connected."""
         for one in list(self.connections):
             one.end(reset=reset)
 
     def take_down(self) -> None:
-        """Cut, and let nobody in."""
         self.is_down = True
         self.cut()
 
     def blacken(self) -> None:
-        """Let nothing through, and say nothing of it."""
         self._passes.clear()
 
     def delay(self, delay_s: float) -> None:
-        """Carry everything later."""
         self._delay_s = delay_s
 
     def trickle(self, num_bytes: int) -> None:
-        """Carry few bytes at a time."""
         self._trickle_bytes = num_bytes
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,5 +111,4 @@ class Link:
                     await asyncio.sleep(TRICKLE_S)
 
     async def _let(self, some: bytes, *, is_request: bool) -> None:
-        """Wait until this may pass."""
         await self._passes.wait()

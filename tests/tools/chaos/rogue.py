@@ -1,7 +1,7 @@
-"""A peer without a right: it hears the events, reads the wire, and asks for all that it knows of.
+"""A peer without a right: it receives the events, reads the wire, and sends forged requests.
 
-It acquires, commits, renews, gives back and withdraws what is others', and speaks under boot
-ids of others. Every ``ok`` to that is a violation; where agents have keys, every answer is.
+It acquires, commits, renews, releases and withdraws what belongs to others, also under their boot
+ids. Every ``ok`` is a violation; where agents have keys, every answer is.
 """
 
 import asyncio
@@ -55,7 +55,6 @@ class Rogue:
         self._number = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         events, dealer = self._sub, self._dealer
         for socket in (events, dealer):
             socket.set(zmq.LINGER, 0)

@@ -14,7 +14,7 @@ WINDOW_TOKENS = 96
 CAPACITY_TOKENS = 12288
 LARGE_TOKENS = 2048
 RING_PART = 2
-"""The ring of an engine that nobody can map has room for one part in this many of its cache."""
+"""The ring of an engine without mapped memory has room for one part in this many of its cache."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Shape:
 
     @property
     def spec(self) -> EngineSpec:
-        """As it is registered."""
         return EngineSpec(self.name, self.model, self.tp, _groups(self.model, self.block_size))
 
     def config(self, attach: Path, seed: int) -> EngineConfig:
-        """What its process is started with, at the agent that is there."""
         groups = self.spec.groups
         num_blocks = {one.name: num_blocks_for(CAPACITY_TOKENS, one.block_size) for one in groups}
         ring = {name: number // RING_PART for name, number in num_blocks.items()}
@@ -74,4 +72,3 @@ SHAPES = (
     Shape("d-latent", "decode", 0, "latent", 2, 64, "NHD"),
     Shape("d-same", "decode", 1, "gqa", 2, 16, "NHD"),
 )
-BY_NAME = {shape.name: shape for shape in SHAPES}

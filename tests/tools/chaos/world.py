@@ -1,14 +1,11 @@
-"""One world of a chaos run: four agents, the engines, the links between them, and rogues.
-
-Refuses to go on with anything left over: after each act all must end, and nothing may remain.
-"""
+"""One world of a chaos run: four agents, the engines, the links between them, and rogues."""
 
 import asyncio
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,12 +27,7 @@ COMMON = {
     "heartbeat_s": 0.2,
 }
 PREFILL = {"late_read_s": 3.0, "max_lease_s": 10.0, "max_hold_s": 20.0, "max_handoffs": 48}
-DECODE = {
-    "lease_s": 3.0,
-    "request_timeout_s": 2.0,
-    "max_handoffs": 48,
-    "fetches_at_once": 16,
-}
+DECODE = {"lease_s": 3.0, "request_timeout_s": 2.0, "max_handoffs": 48, "fetches_at_once": 16}
 SMALL_SLICES = {"slice_bytes": 16 << 10}
 READY_WITHIN_S = 120.0
 ENDS_WITHIN_S = 60.0
@@ -61,12 +53,10 @@ class Engine(EngineProcess):
         await super().kill()
 
     def stop(self) -> None:
-        """Stop its process."""
         self.stops.begin()
         self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it run again."""
         if self.stops.is_stopped:
             self.signal(signal.SIGCONT)
             self.stops.end()
@@ -89,8 +79,16 @@ class Engine(EngineProcess):
 class World:
     """Everything that runs at the same time, until `close`."""
 
-    def __init__(self, agents: Agents, setting: Setting, ledger: Ledger, seed: int) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        setting: Setting,
+        ledger: Ledger,
+        seed: int,
+        caps: Mapping[str, Any] | None = None,
+    ) -> None:
         self.setting, self.ledger, self._agents, self._seed = setting, ledger, agents, seed
+        self._caps = caps or {}
         self.folder = agents.folder
         self._tasks: list[asyncio.Task[None]] = []
         self._histories: list[asyncio.Task[None]] = []
@@ -106,11 +104,9 @@ class World:
         self.keys.folder.mkdir()
 
     def agent_of(self, engine: Engine) -> str:
-        """The agent that an engine is at."""
         return f"{engine.shape.role}-{engine.shape.agent}"
 
     async def open(self) -> None:
-        """Start everything, and return when all engines are up."""
         for name in AGENTS:
             self._prepare(name)
         for agent in self.agents.values():
@@ -128,7 +124,6 @@ class World:
         self.start_soon(self._watch_lag())
 
     async def close(self) -> None:
-        """End everything."""
         await asyncio.gather(*self._histories)
         for task in self._tasks:
             task.cancel()
@@ -147,7 +142,6 @@ class World:
                 self.ledger.violate("engine_failed", f"{log.stem} has logged {said}")
 
     def heal(self) -> None:
-        """Links are whole, and nothing is stopped."""
         for link in (*self.links.values(), *self.event_links.values()):
             link.heal()
         for name in AGENTS:
@@ -156,12 +150,10 @@ class World:
             engine.go_on()
 
     def stop(self, name: str) -> None:
-        """Stop an agent."""
         self.stops[name].begin()
         self.agents[name].signal(signal.SIGSTOP)
 
     def go_on(self, name: str) -> None:
-        """Let it run again."""
         if self.stops[name].is_stopped:
             with suppress(ProcessLookupError, FileNotFoundError):
                 self.agents[name].signal(signal.SIGCONT)
@@ -189,7 +181,6 @@ class World:
         await self._has_started(agent, name)
 
     async def history(self, agent: str, **what: str) -> list[str]:
-        """What an agent tells of a fetch or an offer; it may be gone by now."""
         try:
             told = await asyncio.to_thread(lambda: self.agents[agent].status(**what))
             history: list[str] = told["history"]
@@ -198,7 +189,6 @@ class World:
         return history
 
     def rogues(self) -> list[Rogue]:
-        """One for each prefill agent."""
         rogues = []
         for name, link in self.links.items():
             peer, events = (self.agents[name].settings[key] for key in ("peer_bind", "events_bind"))
@@ -207,7 +197,8 @@ class World:
 
     def _prepare(self, name: str) -> None:
         role, number = name.split("-")
-        settings: dict[str, Any] = {**COMMON, **(SMALL_SLICES if self.setting.small_slices else {})}
+        settings: dict[str, Any] = {**COMMON, **self._caps}
+        settings |= SMALL_SLICES if self.setting.small_slices else {}
         if role == "prefill":
             settings |= {**PREFILL, "advertise_host": PROXY_HOST}
         else:  # the second one never maps, so that NIXL is used in any world
@@ -250,7 +241,6 @@ class World:
                 self.ledger.violate("agent_trouble", f"{name}: {line}")
 
     def start_soon(self, what: Coroutine[Any, Any, None]) -> None:
-        """Have it done while the world goes on."""
         self._tasks.append(asyncio.create_task(what))
 
     def tell_violation(self, told: Told) -> None:
@@ -258,7 +248,6 @@ class World:
         self._histories.append(asyncio.create_task(self._violate(told)))
 
     async def _violate(self, told: Told) -> None:
-        """What an engine found, with what the decode agents know of it."""
         more = {}
         if fetch_id := told.get("fetch_id"):
             more["history"] = [
