@@ -1,11 +1,9 @@
 """A copy of the source tree, whose code is changed and tested while the original stays."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +13,7 @@ from tests.tools.mutants.mutant import ROOT, Mutant
 GIT = shutil.which("git") or "git"
 KERNEL = "kvbus/memory/copy_runs.so"
 PYTHON_OF_VLLM = str(ROOT / ".venv-vllm/bin/python")
-TEST_WITHIN_S, CHAOS_WITHIN_S = 300, 400
-CHAOS_MINUTES = 1.0
-SEEDS = (7, 8)
-"""A mutant that needs luck has two chances."""
+TEST_WITHIN_S = 300
 PASSED, FAILED = 0, 1
 
 
@@ -37,7 +32,6 @@ class Tree:
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """The tree has the mutant meanwhile."""
         changed = mutant.changed(self._folder)
         originals = {file: (self._folder / file).read_text(encoding="utf-8") for file in changed}
         try:
@@ -61,38 +55,18 @@ class Tree:
         )
 
     def _pass(self, names: Sequence[str], python: str) -> bool:
+        """Run them; the copy's code comes first for all processes that they start."""
         options = ["-q", "-x", "-p", "no:cacheprovider", *self._chosen]
-        within_s = TEST_WITHIN_S * len(names)
-        ended = self._run(["pytest", *options, *names], within_s=within_s, python=python)
-        if ended.returncode not in (PASSED, FAILED):
-            raise RuntimeError(f"pytest could not run {names}:\n{ended.stdout}{ended.stderr}")
-        return ended.returncode == PASSED
-
-    def chaos(self) -> str:
-        """What a chaos run found first, and when; empty when it found nothing."""
-        for seed in SEEDS:
-            started = time.monotonic()
-            command = ["--seed", str(seed), "--minutes", str(CHAOS_MINUTES), "--stop-at-first"]
-            ended = self._run(["tests.tools.chaos", *command], within_s=CHAOS_WITHIN_S)
-            if not ended.stdout:
-                raise RuntimeError(f"chaos could not run:\n{ended.stderr}")
-            if found := json.loads(ended.stdout)["violations"]:
-                took_s = time.monotonic() - started
-                return f"{found[0]['what']} after {found[0]['at_s']:.0f} of {took_s:.0f} s"
-        return ""
-
-    def _run(
-        self, module: Sequence[str], *, within_s: float, python: str = sys.executable
-    ) -> "subprocess.CompletedProcess[str]":
-        """The copy's code comes first, for all processes that are started."""
-        tree = self._folder
-        paths = (tree, tree / "services/decode", tree / "services/prefill")
-        return subprocess.run(
-            [python, "-m", *module],
-            cwd=tree,
+        paths = (self._folder / one for one in (".", "services/decode", "services/prefill"))
+        ended = subprocess.run(
+            [python, "-m", "pytest", *options, *names],
+            cwd=self._folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,
             text=True,
-            timeout=within_s,
+            timeout=TEST_WITHIN_S * len(names),
             check=False,
         )
+        if ended.returncode not in (PASSED, FAILED):
+            raise RuntimeError(f"pytest could not run {names}:\n{ended.stdout}{ended.stderr}")
+        return ended.returncode == PASSED
