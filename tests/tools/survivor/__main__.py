@@ -1,7 +1,7 @@
 """Runs ``make survivor``: kill, stop, cut and move agents under load; no request may fail.
 
 Prints a report in JSON. The exit status is 1 after a failed request, a wrong byte or a lost block.
-It is 1, too, if an agent ended by itself, or if the events did not fit into the time.
+It is also 1 if an agent ended by itself, or if the events did not fit into the time.
 """
 
 import argparse
@@ -32,7 +32,6 @@ FAILURES = (
 
 
 def main() -> None:
-    """Run, print the report, and end with the verdict."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=1000)
@@ -85,8 +84,6 @@ async def run(
 
 
 class Run:
-    """The load and the events of one cluster."""
-
     def __init__(self, cluster: Cluster, wanted: argparse.Namespace, deadline: float) -> None:
         self._cluster, self._deadline, self._num_events = cluster, deadline, wanted.events
         self._ledger = cluster.ledger
@@ -129,14 +126,12 @@ class Run:
 
 
 async def say_progress(ledger: Ledger) -> None:
-    """Report progress until it is cancelled."""
     while True:
         await asyncio.sleep(SAY_EVERY_S)
         ledger.say("under way")
 
 
 def keep_logs(agents: Agents, folder: Path) -> None:
-    """Copy the logs of agents and engines."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, agent in enumerate(agents.all):
         cluster = number // len(BOTH)

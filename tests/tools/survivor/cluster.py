@@ -112,7 +112,6 @@ class Supervisor:
         self._is_killed = False
 
     async def run(self) -> None:
-        """Start the agent, and start it again whenever it ends."""
         while True:
             await self._may_start.wait()
             self.agent.launch()
@@ -136,12 +135,10 @@ class Supervisor:
         self.agent.kill()
 
     async def start(self) -> None:
-        """Let the next one start; return once it serves."""
         self._may_start.set()
         await self.is_up.wait()
 
     def data_pid(self) -> int | None:
-        """The data process of the agent, if it has one."""
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agent.pid).children():
                 if "kvbus.data" in child.cmdline():
@@ -192,7 +189,6 @@ class Cluster:
         return agent
 
     def fail(self, what: str, message: str, **more: Any) -> dict[str, Any] | None:
-        """Count a failure, as `Ledger.fail`."""
         return self.ledger.fail(what, self.number, message, **more)
 
     async def history(self, role: str, **of: str) -> list[str]:
@@ -206,7 +202,6 @@ class Cluster:
         return lines
 
     def spawn(self, what: Any) -> asyncio.Task[Any]:
-        """Run a coroutine until `close`."""
         task = asyncio.create_task(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -225,7 +220,6 @@ class Cluster:
                 await engine.up.wait()
 
     async def close(self) -> None:
-        """End everything."""
         self.is_closed = True
         for task in list(self._tasks):
             task.cancel()

@@ -31,13 +31,11 @@ class Load:
         """Start of the newest completed request."""
 
     async def run(self) -> None:
-        """Hand off until `stop`."""
         async with asyncio.TaskGroup() as workers:
             for _ in range(NUM_WORKERS):
                 workers.create_task(self._work())
 
     def stop(self) -> None:
-        """Begin no request any more."""
         self._is_over = True
 
     async def settle(self) -> None:
@@ -106,6 +104,5 @@ class Load:
             self._cluster.fail("blocks_lost", f"blocks {what} never came back")
 
     async def _answer(self, future: "asyncio.Future[Told]", within_s: float) -> Told | None:
-        """The answer, None when it does not come."""
         done, _ = await asyncio.wait([future], timeout=within_s + LATE_S)
         return future.result() if done else None
