@@ -3,8 +3,8 @@
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,6 @@ ROLES = ("prefill", "decode")
 
 
 class Play(NamedTuple):
-    """One run: the role and the command of an engine, and options."""
-
     role: str
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -32,46 +30,32 @@ class Ended:
     status: int
     rules: dict[str, dict[str, Any]]
 
-    def seen(self, verdict: str) -> dict[str, list[str]]:
-        """The rules of which this came, and what was seen of each."""
-        return {n: rule["seen"] for n, rule in self.rules.items() if rule["verdict"] == verdict}
+    def seen(self, verdict: str) -> set[str]:
+        return {name for name, rule in self.rules.items() if rule["verdict"] == verdict}
 
 
-def raw_engine(*words: str) -> tuple[str, ...]:
-    """The command of an engine on bare sockets, with one flaw or none (""), and its allocator."""
-    return sys.executable, "-m", "tests.tools.conform.raw_engine", *words
+Run = Callable[[Sequence[Play]], list[Ended]]
+
+
+def raw_engine(flaw: str = "") -> tuple[str, ...]:
+    return sys.executable, "-m", "tests.tools.conform.raw_engine", flaw
+
+
+def sdk_engine(flaw: str = "") -> tuple[str, ...]:
+    return sys.executable, "-m", "tests.tools.conform.sdk_engine", flaw
 
 
 def conform(play: Play) -> Ended:
-    """Run the command to its end."""
     options = ["--role", play.role, "--json", *play.options]
     result = CliRunner().invoke(app, ["conform", *options, "--", *play.command])
     rules = {rule["name"]: rule for rule in json.loads(result.stdout)["rules"]}
     return Ended(result.exit_code, rules)
 
 
-class Plays:
-    """Plays each once, and looks ahead: with one that is waited for begin those that follow it."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-        self._begun: dict[Play, Future[Ended]] = {}
-
-    def ended(self, plays: Sequence[Play], number: int) -> Ended:
-        """What came of this one of the plays."""
-        for play in plays[number : number + AT_ONCE]:
-            if play not in self._begun:
-                self._begun[play] = self._pool.submit(conform, play)
-        return self._begun[plays[number]].result()
-
-
 @pytest.fixture(scope="session")
-def plays() -> Iterator[Plays]:
-    """Plays in processes that have kvbus already; what nobody waits for any more is not begun."""
+def run() -> Iterator[Run]:
+    """Run these plays at once, in processes that have imported kvbus already."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["kvbus.cli", "kvbus.conform.command"])
-    pool = ProcessPoolExecutor(AT_ONCE, mp_context=processes)
-    try:
-        yield Plays(pool)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(AT_ONCE, mp_context=processes) as pool:
+        yield lambda plays: list(pool.map(conform, plays))

@@ -1,75 +1,159 @@
-"""A small engine on bare sockets that can be told to have one flaw.
+"""A small prefill engine on bare sockets that can have one flaw in what the SDK does right.
 
-    KVBUS_ROLE=prefill KVBUS_ATTACH=... python -m tests.tools.conform.raw_engine [FLAW [ALLOCATOR]]
+KVBUS_ATTACH=... python -m tests.tools.conform.raw_engine [FLAW]
 
-The allocator is `stack` (the block that came back last is used first), `queue` or `random`.
-
-It knows nothing of kvbus but its protocol page, and docs/conformance.md.
+The protocol page is all that it knows; its offers do not grow.
 """
 
-import atexit
-import ctypes
+import array
 import fcntl
 import json
+import math
 import mmap
 import os
 import random
+import socket
 import struct
 import sys
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
+import msgpack
 import zmq
 
-from tests.tools.conform.raw_session import (
-    BLOCK,
-    BLOCK_BYTES,
-    BLOCKS,
-    FLAW,
-    GROUPS,
-    HEADS,
-    HELD,
-    LAYER_BYTES,
-    ROLE,
-    ROW_BYTES,
-    SIZE_BYTES,
-    TP,
-    Map,
-    Session,
-    Tokens,
-    positions_of,
-    row,
-)
+FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
+BLOCK, HEADS, DIM, BLOCKS, TP = 16, 4, 8, 24, 2
+GROUP: dict[str, Any] = {"name": "full", "layers": [0], "window": None}
+GROUP |= {"block_size": BLOCK, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": "bfloat16"}
+SPEC = {"engine_id": "raw", "model": "m", "tp_size": TP, "groups": [GROUP]}
+ROW_BYTES, HELD = 2 * DIM, HEADS // TP
+BLOCK_BYTES = 2 * BLOCK * HELD * ROW_BYTES  # parts, tokens, heads
+SIZE_BYTES = BLOCKS * BLOCK_BYTES
+CELLS = {"segment_id": "cells", "size_bytes": 4096, "cells": True}
 
-ALLOCATOR = sys.argv[2] if len(sys.argv) > 2 else "stack"
-SHARED = ctypes.CDLL(None, use_errno=True)
-OnOk = Callable[[str, Map], None]
+Map = dict[str, Any]
 
 
-def packed(tables: Map) -> Map:
-    return {
-        group: {"ids": struct.pack(f"<{len(ids)}I", *ids), "first_block": first}
-        for group, (ids, first) in tables.items()
-    }
+def rank_spec(rank: int) -> Map:
+    """NHD: block, kv, token, head, dim."""
+    strides = [("block", BLOCKS, BLOCK_BYTES), ("kv", 2, BLOCK_BYTES // 2)]
+    strides += [("token", BLOCK, HELD * ROW_BYTES), ("head", HELD, ROW_BYTES), ("dim", DIM, 2)]
+    axes = [{"name": n, "size": size, "stride_bytes": stride} for n, size, stride in strides]
+    region = {"segment_id": "kv", "offset_bytes": 0, "group": "full", "layers": [0], "axes": axes}
+    region |= {"parts": ["k", "v"], "first_head": rank * HELD, "num_heads": HELD}
+    segments = [{"segment_id": "kv", "size_bytes": SIZE_BYTES}]
+    return {"rank": rank, "segments": segments, "regions": [region]}
 
 
-def named(job: Map) -> int:
-    """The word of an offer that the agent has not seen."""
-    return int(job["cell"]) * 4 + 3
-
-
-def carried(ticket: Map) -> Map:
-    """The ticket as this engine passes it on."""
-    if FLAW == "ticket_letters":
-        ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
-    if FLAW == "ticket_fields":
-        ticket.pop("a_later_field")
-    return ticket
+def sealed_memory(num_bytes: int, *, sealed: bool = True) -> int:
+    fd = os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return fd
 
 
 def tell(*words: object) -> None:
     print(*words, flush=True)
+
+
+class Session:
+    def __init__(self, engine: "Engine", rank: int | None = None) -> None:
+        self.engine, self.rank = engine, rank
+        self.boot, self.secret = uuid.uuid4().hex, uuid.uuid4().hex
+        self.attach = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.attach.connect(os.environ["KVBUS_ATTACH"])
+        self.dealer = engine.context.socket(zmq.DEALER)
+        self.dealer.set(zmq.LINGER, 0)
+        self.dealer.set(zmq.RCVHWM, 0)
+        self.next_id, self.agent = random.getrandbits(48), None
+        self.waiting: dict[int, list[Any]] = {}
+        self.heard = time.monotonic()
+
+    def call(self, op: str, body: Map, fd: int | None = None) -> Map:
+        request = msgpack.packb({"op": op, "body": body})
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd else []
+        self.attach.sendmsg([struct.pack("<I", len(request)) + request], rights)
+        reply = msgpack.unpackb(self.read(struct.unpack("<I", self.read(4))[0]))
+        if "error" in reply:
+            sys.exit(f"{op} was refused: {reply['error']}")
+        ok: Map = reply["ok"]
+        return ok
+
+    def read(self, num_bytes: int) -> bytes:
+        read = b""
+        while len(read) < num_bytes:
+            if not (chunk := self.attach.recv(num_bytes - len(read))):
+                raise ConnectionError
+            read += chunk
+        return read
+
+    def open(self, memory: int | None = None) -> None:
+        hello = {"min_protocol": 1, "max_protocol": 1, "engine_id": "raw", "boot": self.boot}
+        self.dealer.connect(self.call("hello", hello)["engine_endpoint"])
+        if memory is not None:
+            self.call("segment", {"segment_id": "kv", "size_bytes": SIZE_BYTES}, memory)
+            if not self.rank:
+                self.call("segment", CELLS, self.engine.cells_fd)
+        body: Map = {"engine": dict(SPEC)}
+        if self.rank is not None:
+            body["rank"] = rank_spec(self.rank)
+            if FLAW == "two_engines" and self.rank:
+                body["engine"]["model"] = "n"
+        self.ask("register", body)
+
+    def ask(self, op: str, body: Map, on_reply: Callable[[Map], None] | None = None) -> None:
+        number, self.next_id = self.next_id, self.next_id + 1
+        whose = {"boot": self.boot, "secret": self.secret}
+        frame = msgpack.packb({"v": 1, "op": op, "id": number, "body": body, **whose})
+        if on_reply is not None:
+            self.waiting[number] = [frame, time.monotonic() + 1.0, on_reply]
+        self.send(frame)
+
+    def send(self, frame: bytes) -> None:
+        if FLAW == "delimiter":
+            self.dealer.send(b"", zmq.SNDMORE)
+        self.dealer.send(frame)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for entry in [one for one in self.waiting.values() if now >= one[1]]:
+            entry[1] = math.inf
+            if FLAW == "repeats":
+                self.send(entry[0])
+        if now > self.heard + 1.0:
+            self.heard = now
+            self.ask("ping", {})
+
+    def drain(self) -> None:
+        while True:
+            try:
+                message = msgpack.unpackb(self.dealer.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self.heard = time.monotonic()
+            if self.agent not in (None, message["boot"]):
+                continue
+            self.agent = message["boot"]
+            if "re" not in message:
+                self.engine.on_notice(message["op"], message["body"])
+            elif entry := self.waiting.pop(message["re"], []):
+                entry[2](message)
+
+    def is_lost(self) -> bool:
+        try:
+            return self.attach.recv(1, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.attach.close()
+        self.dealer.close()
 
 
 class Engine:
@@ -77,41 +161,27 @@ class Engine:
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.memory: list[int] = []
-        self.cells_fd: int = SHARED.memfd_create(b"cells", 3)
-        os.ftruncate(self.cells_fd, 4096)
-        fcntl.fcntl(self.cells_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        self.cells_fd = sealed_memory(4096)
         self.cells = memoryview(mmap.mmap(self.cells_fd, 4096)).cast("Q")
-        self.num_words = 0
-        self.maps: list[mmap.mmap] = []
-        self.jobs: dict[str, Map] = {}
+        self.num_cells = 0
+        self.offers: dict[str, Map] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.rest = b""
         self.reset()
 
-    def segment(self) -> int:
-        fd: int = SHARED.memfd_create(b"kv", 3)
-        os.ftruncate(fd, SIZE_BYTES)
-        if FLAW != "unsealed":
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        return fd
-
     def reset(self) -> None:
-        self.free = {group["name"]: deque(range(BLOCKS)) for group in GROUPS}
-        self.sessions: list[Session] = []
+        self.unused, self.sessions = deque(range(BLOCKS)), list[Session]()
 
     def attach(self) -> None:
-        """Come to the agent, each time with new memory: into the old an agent may still write."""
-        if FLAW not in ("same_memory", "word_when_lost") or not self.memory:
-            self.memory = [self.segment() for _ in range(TP)]
-            self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in self.memory]
+        """Register with the agent, each time with new memory: an agent may still write the old."""
+        fds = [sealed_memory(SIZE_BYTES, sealed=FLAW != "unsealed") for _ in range(TP)]
+        self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in fds]
         self.reset()
         while True:
             try:
-                ranks = TP - 1 if FLAW == "missing_rank" else TP
-                for rank in range(ranks):
+                for rank, fd in enumerate(fds):
                     self.sessions.append(Session(self, rank))
-                    self.sessions[-1].open(self.memory[rank])
+                    self.sessions[-1].open(fd)
                 self.control = Session(self)
                 self.sessions.append(self.control)
                 self.control.open()
@@ -122,20 +192,11 @@ class Engine:
                 self.reset()
                 time.sleep(0.05)
 
-    def on_notice(self, op: str, body: Map) -> None:
-        raise NotImplementedError
-
-    def look_at(self, op: str) -> None:
-        if FLAW == "dies_of_notices" and op not in ("released", "landed", "blocks_freed"):
-            sys.exit(op)
-
     def run(self) -> None:
         os.set_blocking(0, False)
         self.attach()
         while self.step():
             pass
-        if FLAW == "never_ends":
-            time.sleep(60)
         sys.exit(3 if FLAW == "bad_status" else 0)
 
     def step(self) -> bool:
@@ -157,25 +218,14 @@ class Engine:
         return self.read_lines() if 0 in ready else True
 
     def lose(self) -> None:
-        if FLAW == "ends_when_lost":
-            sys.exit(1)
-        if FLAW == "stays_lost":
-            time.sleep(120)
         for session in self.sessions:
             session.close()
-        word = "released" if ROLE == "prefill" else "fetched"
-        if FLAW != "lost_not_told":
-            for name in self.jobs:
-                tell(word, name, "lost")
-        for job in self.jobs.values():
-            self.close_cell(job, is_lost=True)
-        self.jobs.clear()
+        for name, offer in self.offers.items():
+            if FLAW != "lost_not_told":
+                tell("released", name, "lost")
+            self.cells[offer["cell"] % 512] = 0
+        self.offers.clear()
         self.attach()
-
-    def close_cell(self, job: Map, *, is_lost: bool = False) -> None:
-        """What comes before another use of the blocks."""
-        if job.get("cell") and ("word_when_lost" if is_lost else "word_when_released") != FLAW:
-            self.cells[job["cell"] % 512] = 0
 
     def read_lines(self) -> bool:
         try:
@@ -188,227 +238,63 @@ class Engine:
             getattr(self, f"do_{word}")(name, *rest)
         return bool(chunk)
 
-    def take(self, group: str, positions: Tokens) -> tuple[list[int], int]:
-        """Blocks of the cache for these positions, and the first of them in the request."""
-        start, stop = positions
-        first = start // BLOCK
-        count = -(-stop // BLOCK) - first if stop > start else 0
-        if FLAW == "short_table" and count > 1:
-            count -= 1
-        ids = [self.take_one(group) for _ in range(count)]
-        return ids, first
-
-    def take_one(self, group: str) -> int:
-        free = self.free[group]
-        if ALLOCATOR == "random":
-            free.rotate(random.randrange(len(free)))
-        return free.popleft()
-
-    def give_back(self, job: Map) -> None:
-        for group, (ids, _) in job["tables"].items():
-            (self.free[group].extend if ALLOCATOR == "queue" else self.free[group].extendleft)(ids)
-
-    def slots(self, job: Map, start: int, stop: int) -> Iterator[list[int]]:
-        """Rank, layer, part, position, global head, and the address of a row."""
-        for group in GROUPS:
-            ids, first = job["tables"][group["name"]]
-            for position in range(*positions_of(group, start, stop)):
-                block = ids[min(position // BLOCK - first, len(ids) - 1)]
-                for layer in group["layers"]:
-                    for part in range(2):
-                        at = layer * LAYER_BYTES + block * BLOCK_BYTES + part * BLOCK_BYTES // 2
-                        at += position % BLOCK * HELD * ROW_BYTES
-                        for head in range(HEADS):
-                            rank, held = divmod(head, HELD)
-                            yield [rank, layer, part, position, head, at + held * ROW_BYTES]
-
-    def begin(self, name: str, op: str, body: Map, on_ok: OnOk) -> None:
-        """Ask for an offer or a fetch; again when the agent is busy."""
-        self.control.ask(op, body, lambda reply: self.on_begun(name, op, body, on_ok, reply))
-
-    def on_begun(self, name: str, op: str, body: Map, on_ok: OnOk, reply: Map) -> None:
-        if "ok" in reply:
-            on_ok(name, reply["ok"])
-            return
-        code, detail = reply["error"]["code"], reply["error"]["detail"]
-        if code == "busy" and FLAW != "busy_not_again":
-            wait_s = 0 if FLAW == "busy_at_once" else detail.get("retry_after_s", 0.1)
-            at = time.monotonic() + wait_s
-            self.later.append((at, lambda: self.begin(name, op, body, on_ok)))
-            return
-        if FLAW == "dies_of_codes":
-            sys.exit(code)
-        self.give_back(self.jobs.pop(name))
-        tell("refused", name, code)
-
-
-class Prefill(Engine):
     def do_offer(self, name: str, line: str) -> None:
-        if FLAW == "offers_nothing":
-            return
-        counts = [int(count) for count in line.split()]
-        job = self.jobs[name] = {"tables": {}, "counts": counts, "offer": None, "done": 0}
-        for group in GROUPS:
-            whole = (0, counts[0]) if len(counts) > 1 else positions_of(group, 0, counts[0])
-            job["tables"][group["name"]] = self.take(group["name"], whole)
-        if FLAW != "late_numbers":
-            self.fill(name, job, counts[0])
-        body: Map = {
-            "request_id": name,
-            "num_tokens": counts[0],
-            "tables": packed(job["tables"]),
-            "sealed": len(counts) == 1,
-        }
-        if len(counts) == 1:
-            self.num_words += 1
-            body["cell"] = job["cell"] = self.num_words
-            self.cells[self.num_words % 512] = self.num_words if FLAW == "cell" else named(job)
-        if FLAW == "first_block" and len(counts) == 1:
-            body["tables"]["tail"]["first_block"] = 0
-        self.begin(name, "offer", body, self.on_offer)
-        if FLAW == "late_numbers":
-            time.sleep(1.0)
-            self.fill(name, job, counts[0])
+        num_tokens, self.num_cells = int(line.split(maxsplit=1)[0]), self.num_cells + 1
+        ids = [self.unused.popleft() for _ in range(-(-num_tokens // BLOCK))]
+        offer = self.offers[name] = {"ids": ids, "cell": self.num_cells}
+        self.fill(int(name), ids, num_tokens)
+        table = {"ids": struct.pack(f"<{len(ids)}I", *ids), "first_block": 0}
+        body = {"request_id": name, "num_tokens": num_tokens, "tables": {"full": table}}
+        is_open = self.num_cells * 4 + 3
+        self.cells[self.num_cells % 512] = self.num_cells if FLAW == "cell" else is_open
+        self.begin(name, {**body, "sealed": True, "cell": offer["cell"]})
 
-    def fill(self, name: str, job: Map, num_tokens: int) -> None:
-        seed = int(name)
-        for rank, *which, at in self.slots({"tables": job["tables"]}, 0, num_tokens):
-            if FLAW == "heads_swapped":
-                which[3] ^= 1
-            self.maps[rank][at : at + ROW_BYTES] = row(seed, *which)
-        job["done"] = num_tokens
+    def fill(self, name: int, ids: list[int], num_tokens: int) -> None:
+        for position in range(num_tokens):
+            for part in range(2):
+                at = ids[position // BLOCK] * BLOCK_BYTES + part * BLOCK_BYTES // 2
+                at += position % BLOCK * HELD * ROW_BYTES
+                for head in range(HEADS):
+                    rank, held = divmod(head, HELD)
+                    base, start = 101 * name + 37 * part + 7 * position, at + held * ROW_BYTES
+                    row = bytes((base + 23 * head + 3 * i) % 251 for i in range(ROW_BYTES))
+                    self.maps[rank][start : start + ROW_BYTES] = row
 
-    def on_offer(self, name: str, reply: Map) -> None:
-        job, ticket = self.jobs.get(name), carried(reply["ticket"])
-        if job is None:
-            return
-        job["offer"] = reply["offer_id"]
-        tell("ticket", name, json.dumps(ticket))
-        if FLAW == "reuses_offered":
-            self.give_back(job)
-            job["tables"] = {}
-        self.grow(name, job)
+    def begin(self, name: str, body: Map) -> None:
+        """Request an offer, again when the agent is busy."""
 
-    def grow(self, name: str, job: Map) -> None:
-        """Announce what comes after the first tokens, one step after the other."""
-        counts = job["counts"][1:]
-        for number, num_tokens in enumerate(counts):
-            tables = {}
-            for group in GROUPS:
-                ids, first = job["tables"][group["name"]]
-                missing = -(-num_tokens // BLOCK) - first - len(ids)
-                new = [self.take_one(group["name"]) for _ in range(max(0, missing))]
-                if FLAW == "extends_with_all":
-                    tables[group["name"]] = (ids + new, first)
-                elif new:
-                    tables[group["name"]] = (new, first + len(ids))
-                job["tables"][group["name"]] = (ids + new, first)
-            self.fill(name, job, num_tokens)
-            body = {"offer_id": job["offer"], "num_tokens": num_tokens, "tables": packed(tables)}
-            last = number == len(counts) - 1
-            self.control.ask("extend", body, lambda _: None)
-            if last and FLAW != "never_sealed":
-                self.control.ask("seal", {"offer_id": job["offer"]}, lambda _: None)
+        def on_reply(reply: Map) -> None:
+            if "ok" in reply:
+                if name in self.offers:
+                    self.offers[name]["id"] = reply["ok"]["offer_id"]
+                    tell("ticket", name, json.dumps(reply["ok"]["ticket"]))
+                return
+            code, detail = reply["error"]["code"], reply["error"]["detail"]
+            if code == "busy":
+                wait_s = 0 if FLAW == "busy_at_once" else detail.get("retry_after_s", 0.1)
+                self.later.append((time.monotonic() + wait_s, lambda: self.begin(name, body)))
+            else:
+                self.free(name)
+                tell("refused", name, code)
+
+        self.control.ask("offer", body, on_reply)
+
+    def free(self, name: str) -> None:
+        offer = self.offers.pop(name)
+        self.cells[offer["cell"] % 512] = 0
+        self.unused.extendleft(offer["ids"])
 
     def do_withdraw(self, name: str) -> None:
-        self.control.ask("withdraw", {"offer_id": self.jobs[name]["offer"]}, lambda _: None)
-        if FLAW == "reuse_withdrawn":
-            self.give_back(self.jobs[name])
+        self.control.ask("withdraw", {"offer_id": self.offers[name]["id"]}, lambda _: None)
 
     def on_notice(self, op: str, body: Map) -> None:
-        self.look_at(op)
+        if FLAW == "dies_of_notices" and op != "released":
+            sys.exit(op)
         if op == "released":
-            job = self.jobs.pop(body["request_id"], None)
-            if job:
-                self.close_cell(job)
-            if job and FLAW != "blocks_lost":
-                self.give_back(job)
-            if FLAW != "end_not_told":
-                tell("released", body["request_id"], body["outcome"])
-            if FLAW == "told_twice":
-                atexit.register(tell, "released", body["request_id"], body["outcome"])
-
-
-class Decode(Engine):
-    def do_fetch(self, name: str, line: str) -> None:
-        if FLAW == "fetches_nothing":
-            return
-        first_token, num_tokens, text = line.split(" ", 2)
-        tokens = int(first_token), int(num_tokens)
-        tables = {
-            group["name"]: self.take(group["name"], positions_of(group, *tokens))
-            for group in GROUPS
-        }
-        fetch_id = "always" if FLAW == "one_fetch_id" else f"fetch-{name}"
-        self.jobs[name] = {"tables": tables, "tokens": tokens, "fetch": fetch_id}
-        ticket = carried(json.loads(text))
-        body: Map = {
-            "fetch_id": fetch_id,
-            "ticket": ticket,
-            "first_token": tokens[0] if FLAW != "from_zero" else 0,
-            "num_tokens": tokens[1],
-            "tables": packed(tables),
-            "chunk_tokens": BLOCK,
-        }
-        if FLAW == "no_empty_tables":
-            body["tables"] = {k: v for k, v in body["tables"].items() if v["ids"]}
-        self.begin(name, "fetch", body, self.on_fetched)
-        if FLAW in ("uses_early", "writes_early"):
-            self.later.append((time.monotonic() + 0.2, lambda: self.do_early(name)))
-
-    def do_early(self, name: str) -> None:
-        if FLAW == "uses_early":
-            self.jobs[name]["early"] = self.num_wrong(name)
-        if FLAW == "writes_early":
-            job = self.jobs[name]
-            for rank, *_which, at in self.slots(job, *job["tokens"]):
-                self.maps[rank][at] = 0
-
-    def num_wrong(self, name: str) -> int:
-        job, num_wrong = self.jobs[name], 0
-        for rank, *which, at in self.slots(job, *job["tokens"]):
-            have = self.maps[rank][at : at + ROW_BYTES]
-            num_wrong += sum(a != b for a, b in zip(have, row(int(name), *which), strict=True))
-        return num_wrong
-
-    def do_cancel(self, name: str) -> None:
-        if FLAW == "no_cancel":
-            return
-        self.control.ask("cancel", {"fetch_id": self.jobs[name]["fetch"]}, lambda _: None)
-        if FLAW == "reuses_cancelled":
-            self.give_back(self.jobs[name])
-            self.jobs[name]["tables"] = {}
-
-    def on_notice(self, op: str, body: Map) -> None:
-        self.look_at(op)
-        found = (one for one, job in self.jobs.items() if job["fetch"] == body.get("fetch_id"))
-        name = next(found, None)
-        if name is not None and op == "blocks_freed":
-            self.give_back(self.jobs.pop(name))
-        if name is not None and op == "landed" and FLAW == "landed_is_used":
-            tell("fetched", name, "completed", self.num_wrong(name))
-
-    def on_fetched(self, name: str, body: Map) -> None:
-        self.tell_end(name, body)
-        free = body["blocks_free"] or FLAW == "reuses_early"
-        if free and FLAW != "blocks_lost":
-            self.give_back(self.jobs.pop(name))
-
-    def tell_end(self, name: str, body: Map) -> None:
-        outcome = body["outcome"]
-        if FLAW == "failed_is_used" and outcome == "failed":
-            outcome = "completed"
-        if FLAW == "end_not_told":
-            return
-        if outcome != "completed":
-            tell("fetched", name, outcome)
-            return
-        num_wrong = 0 if FLAW == "does_not_look" else self.num_wrong(name)
-        told = "fetched", name, outcome, self.jobs[name].get("early", num_wrong)
-        tell(*told)
-        if FLAW == "told_twice":
-            atexit.register(tell, *told)
+            if body["request_id"] in self.offers:
+                self.free(body["request_id"])
+            tell("released", body["request_id"], body["outcome"])
 
 
 if __name__ == "__main__":
-    (Prefill() if ROLE == "prefill" else Decode()).run()
+    Engine().run()

@@ -1,7 +1,6 @@
-"""An engine on a link of kvbus's SDK, of both roles: one loop, as a scheduler has.
+"""The engine of docs/conformance.md on a link of kvbus's SDK: one loop, as a scheduler has.
 
-It is the engine that docs/conformance.md wants, and its link finds an agent that comes back. With
-``other_secret`` it has a flaw: it publishes its offers again with another secret.
+An argument gives it one flaw in its use of the SDK.
 """
 
 import json
@@ -14,17 +13,16 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
-from kvbus.engine.offers import OfferState
 from kvbus.errors import ErrorCode, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_blocks_for, state_group
-from kvbus.protocol import Fetched, MakeOffer, Outcome
+from kvbus.protocol import Fetched, Outcome
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
+FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
 OPTIONS: Any = {"attach_timeout_s": 30.0, "agent_wait_s": 0.0}
 TICK_S = 0.01
 NUM_BLOCKS, BLOCK_SIZE, HEADS = 24, 16, 4
@@ -108,7 +106,7 @@ class Prefill:
         first, *later = [int(count) for count in rest.split()]
         spans, blocks = spans_of(0, first, whole=bool(later)), Blocks()
         self.cache.grow(blocks, spans)
-        self.cache.fill(name, blocks, spans)
+        self.cache.fill(name + (FLAW == "wrong_numbers"), blocks, spans)
         try:
             offer = self.offer(str(name), first, blocks, spans, sealed=not later)
         except RequestRefused as error:
@@ -117,18 +115,19 @@ class Prefill:
             return
         self.offers[name] = offer, blocks
         tell("ticket", name, json.dumps(offer.ticket))
+        if FLAW == "reuses_offered":
+            self.cache.give_back(blocks)
         for count in later:
             spans = spans_of(0, count, whole=True)
             new = self.cache.grow(blocks, spans)
             self.cache.fill(name, blocks, spans)
             offer.extend(count, {group: ids for group, ids in new.items() if ids})
-        if later:
+        if later and FLAW != "never_sealed":
             offer.seal()
 
     def offer(
         self, name: str, num_tokens: int, blocks: Blocks, spans: Spans, *, sealed: bool
     ) -> Offer:
-        """Ask until the agent is there."""
         firsts = {one: start // SPEC.group(one).block_size for one, (start, _) in spans.items()}
         wanted: Any = {"block_ids": blocks, "first_blocks": firsts, "sealed": sealed}
         while True:
@@ -149,7 +148,9 @@ class Prefill:
             if name in self.offers and self.offers[name][0] is offer:
                 outcome = offer.outcome if isinstance(offer, Offer) else None
                 tell("released", name, (outcome or Outcome.FAILED).value)
-                self.cache.give_back(self.offers.pop(name)[1])
+                _, blocks = self.offers.pop(name)
+                if FLAW != "reuses_offered":
+                    self.cache.give_back(blocks)
 
 
 class Decode:
@@ -175,7 +176,7 @@ class Decode:
         for name, rest in later:
             self.do_fetch(name, rest)
         for fetch in self.link.ended():
-            if not isinstance(fetch, Fetch) or fetch.notice is None:
+            if not isinstance(fetch, Fetch) or not fetch.notice or fetch not in self.fetches:
                 continue
             name, spans, blocks, rest = self.fetches[fetch]
             if fetch.notice.stage == "requested" and fetch.notice.code == ErrorCode.PEER_LOST:
@@ -183,13 +184,14 @@ class Decode:
             elif fetch not in self.told:
                 self.tell_end(name, fetch.notice, blocks, spans)
                 self.told.add(fetch)
-            if fetch.are_blocks_free:
+            if fetch.are_blocks_free or FLAW == "reuses_early":
                 self.cache.give_back(self.fetches.pop(fetch)[2])
                 self.told.discard(fetch)
 
     def tell_end(self, name: int, ended: Fetched, blocks: Blocks, spans: Spans) -> None:
         if ended.outcome is Outcome.COMPLETED:
-            tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
+            num_wrong = self.cache.num_wrong(name, blocks, spans)
+            tell("fetched", name, "completed", 0 if FLAW == "does_not_look" else num_wrong)
         elif ended.stage == "requested":
             tell("refused", name, ended.code)
         else:
@@ -211,14 +213,7 @@ def run(engine: Prefill | Decode) -> None:
         engine.take()
 
 
-def with_another_secret(offer: OfferState, publication: Any = OfferState.publication) -> MakeOffer:
-    message: MakeOffer = publication(offer)
-    return msgspec.structs.replace(message, secret="0" * 32)
-
-
 def main() -> None:
-    if sys.argv[1:] == ["other_secret"]:
-        setattr(OfferState, "publication", with_another_secret)  # noqa: B010 - mypy refuses the assignment
     memories = [
         RankMemory.allocate(SPEC, rank, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
         for rank in range(SPEC.tp_size)

@@ -18,7 +18,7 @@ def conform(*arguments: str, flaw: str = "", role: str = "prefill") -> Result:
     return CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "80"})
 
 
-def test_the_verdict_is_told_with_what_was_seen_of_a_broken_rule() -> None:
+def test_verdict_shows_what_was_seen_of_a_broken_rule() -> None:
     good, bad = conform("--scene", "stop"), conform("--scene", "stop", flaw="bad_status")
 
     assert (good.exit_code, bad.exit_code) == (0, 1)
@@ -31,9 +31,9 @@ def test_the_verdict_is_told_with_what_was_seen_of_a_broken_rule() -> None:
 def test_json_is_one_object_with_every_rule_of_the_role() -> None:
     result = conform("--scene", "stop", "--json", flaw="unsealed")
 
-    told = json.loads(result.stdout)
-    rules = {rule["name"]: rule for rule in told["rules"]}
-    assert result.exit_code == told["exit_status"] == 1
+    report = json.loads(result.stdout)
+    rules = {rule["name"]: rule for rule in report["rules"]}
+    assert result.exit_code == report["exit_status"] == 1
     assert any(name.startswith("offer.") for name in rules)
     assert not any(name.startswith("fetch.") for name in rules)
     assert rules["attach.seals"]["verdict"] == "failed"
@@ -41,7 +41,7 @@ def test_json_is_one_object_with_every_rule_of_the_role() -> None:
     assert rules["offer.tables"]["verdict"] == "untried"
 
 
-def test_engine_failing_to_start_is_told_with_its_last_cells() -> None:
+def test_engine_failing_to_start_is_shown_with_its_last_lines() -> None:
     options = ["--role", "decode", "--", "sh", "-c", "echo no GPU here >&2; exit 7"]
     result = CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "200"})
 
@@ -62,23 +62,17 @@ def test_a_command_that_is_no_program_is_a_mistake(command: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_unknown_scene_is_refused_and_scenes_of_page_are_listed(role: str) -> None:
+def test_scenes_and_rules_are_those_of_the_pages(role: str) -> None:
     page = (DOCS / "conformance.md").read_text()
     lists = re.findall(rf"^Of (?:{role} engines|both):\n\n((?:- .*\n)+)", page, re.MULTILINE)
-
-    result = conform("--scene", "nothing", role=role)
-
-    assert result.exit_code == 2
-    _, _, told = result.stderr.partition("no scene nothing; there are ")
     scenes = {scene for one in lists for scene in re.findall(r"^- `(\w+)`:", one, re.MULTILINE)}
-    assert set(told.strip().split(", ")) == scenes
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_every_rule_names_a_heading_of_the_protocol_page(role: str) -> None:
     headings = re.findall(r"^#+ (.+)$", (DOCS / "protocol-engine.md").read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
 
+    unknown = conform("--scene", "nothing", role=role)
     rules = json.loads(conform("--scene", "stop", "--json", role=role).stdout)["rules"]
 
+    assert unknown.exit_code == 2
+    _, _, known = unknown.stderr.partition("no scene nothing; there are ")
+    assert set(known.strip().split(", ")) == scenes
     assert {rule["page"] for rule in rules} <= {f"docs/protocol-engine.md#{one}" for one in anchors}
