@@ -1,7 +1,7 @@
-"""Each alert fires on what it is for, and not on what is usual, and says what to do.
+"""Each alert fires on its case, and not on usual metrics, and says what to do.
 
-What they and the Grafana board ask for is on the pages of agents. promtool says what an expression
-gives after some series of samples.
+The metrics of alerts and of the Grafana board are on the pages of agents. promtool evaluates an
+expression after some series of samples.
 """
 
 import json
@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # no stubs among the dev dependencies
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.deploy.manifests import FOLDER
 from tests.support.agents import AgentProcess
 from tests.support.engines import engine, failure_of
 
 PROMTOOL = shutil.which("promtool")
-MONITORING = FOLDER / "components" / "monitoring"
+MONITORING = Path(__file__).parents[3] / "deploy/kubernetes/components/monitoring"
 GROUPS = yaml.safe_load((MONITORING / "alerts.yaml").read_text("utf-8"))["spec"]["groups"]
 RULES = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
 BOARD = json.loads((MONITORING / "board.json").read_text("utf-8"))
@@ -38,7 +36,7 @@ Series = Mapping[str, str]
 
 
 def promtool(*arguments: str | Path) -> tuple[int, str]:
-    """Its exit status and what it says; skips the test where it is not installed."""
+    """Its exit status and output; skips the test where it is not installed."""
     if PROMTOOL is None:
         pytest.skip("needs promtool: make debian-packages")
     ended = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, check=False)
@@ -46,9 +44,9 @@ def promtool(*arguments: str | Path) -> tuple[int, str]:
 
 
 def check(folder: Path, *looks: tuple[Series, Mapping[str, int | None]]) -> str:
-    """What is wrong an hour after the series began.
+    """Return the complaints an hour after the series began.
 
-    Each expression is to give one sample of its value, or none for None.
+    Each expression must give one sample of its value, or none for None.
     """
     rules = folder / "rules.yaml"
     rules.write_text(yaml.safe_dump({"groups": GROUPS}))
@@ -81,7 +79,6 @@ class Case(NamedTuple):
 
 
 def of_pod(name: str, values: str, **labels: str) -> dict[str, str]:
-    """A series of a pod."""
     inside = "".join(f', {key}="{value}"' for key, value in labels.items())
     return {f'{name}{{namespace="n", pod="p"{inside}}}': values}
 
@@ -117,12 +114,10 @@ CASES = {
         of_pod("kvbus_quarantined_blocks", "0 8 8 0x57"),
     ),
     "KvbusDataProcessRestarts": Case(
-        of_pod("kvbus_data_restarts", "0x30 5x30"),
-        of_pod("kvbus_data_restarts", "0x30 1x30"),
+        of_pod("kvbus_data_restarts", "0x30 5x30"), of_pod("kvbus_data_restarts", "0x30 1x30")
     ),
     "KvbusDataProcessDown": Case(
-        of_pod("kvbus_data_running", "1x50 0x10"),
-        of_pod("kvbus_data_running", "1x55 0x1 1x4"),
+        of_pod("kvbus_data_running", "1x50 0x10"), of_pod("kvbus_data_running", "1x55 0x1 1x4")
     ),
     "KvbusPeersSilent": Case(
         of_pod("kvbus_silent_peers", "0x50 1x10"), of_pod("kvbus_silent_peers", "0x57 1x3")
@@ -144,36 +139,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_alert_fires_on_its_case_and_is_silent_on_usual_metrics(tmp_path: Path, name: str) -> None:
-    number = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
-    fires, silent = CASES[name]
+def test_each_alert_fires_on_its_case_and_not_on_usual_metrics(tmp_path: Path) -> None:
+    looks: list[tuple[Series, dict[str, int | None]]] = []
+    for name in RULES:
+        number = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+        looks += [(CASES[name].fires, {number: 1}), (CASES[name].silent, {number: None})]
 
-    assert check(tmp_path, (fires, {number: 1}), (silent, {number: None})) == ""
-
-
-def test_the_linter_of_rules_has_nothing_to_say(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(yaml.safe_dump({"groups": GROUPS}))
-
-    status, said = promtool("check", "rules", "--lint=all", "--lint-fatal", rules)
-
-    assert status == 0, said
+    assert check(tmp_path, *looks) == ""
 
 
-def test_each_alert_says_what_to_do_and_which_pod() -> None:
+def test_each_alert_says_what_to_do_and_the_linter_accepts_them(tmp_path: Path) -> None:
     for rule in RULES.values():
         assert rule["annotations"]["description"].endswith(".")
         assert "{{ $labels.pod }}" in rule["annotations"]["summary"]
         assert rule["labels"]["severity"] in ("warning", "critical")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(yaml.safe_dump({"groups": GROUPS}))
+
+    status, output = promtool("check", "rules", "--lint=all", "--lint-fatal", rules)
+
+    assert status == 0, output
 
 
 async def scraped(prefill: AgentProcess, decode: AgentProcess) -> dict[str, str]:
-    """The series of two agents that have had a handoff, and one that failed, as those of a pod."""
-    async with (
-        engine(prefill.attach) as source,
-        engine(decode.attach) as target,
-    ):
+    """The series of two agents after a handoff and a failed one, with the labels of a pod."""
+    async with engine(prefill.attach) as source, engine(decode.attach) as target:
         blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
         for name in ("good", "gone"):
             offer = await source.prefill.offer(name, num_tokens=32, block_ids=blocks[0])
@@ -229,21 +219,7 @@ async def test_metrics_of_board_and_alerts_are_on_pages_of_agents(
     assert set().union(*map(metrics_of, rules)) - RARE <= families
 
 
-def test_an_expression_of_a_metric_that_is_not_there_is_found(tmp_path: Path) -> None:
-    series = {'kvbus_fetches{namespace="n", pod="p"}': "0+1x60"}
-
-    said = check(tmp_path, (series, {"count(kvbus_fetchez) > bool 0": 1}))
-
-    assert "kvbus_fetchez" in said
-
-
-def test_panels_do_not_overlap_and_ask_the_chosen_source() -> None:
-    def cells(panel: dict[str, Any]) -> set[tuple[int, int]]:
-        x, y, w, h = (panel["gridPos"][key] for key in "xywh")
-        return {(x + i, y + j) for i in range(w) for j in range(h)}
-
-    assert not any(cells(a) & cells(b) for a, b in combinations(BOARD["panels"], 2))
-    assert all(max(x for x, _ in cells(panel)) < 24 for panel in BOARD["panels"])
+def test_panels_have_ids_of_their_own_and_use_the_chosen_source() -> None:
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
     for panel in PANELS:
         refs = [target["refId"] for target in panel["targets"]]
