@@ -1,49 +1,19 @@
-"""The command line: refusals name the option, and asking for help does not load torch."""
+"""What the demo reports, and its help."""
 
 import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.demo.options import DemoOptions, Step
 from kvbus.demo.report import DemoReport, Served
 
 
-def kvbus(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--prefill", "layout=ABC"], "--prefill: layout 'abc'"),
-        (["--prefill", "layers=3"], "--prefill: 'layers' is unknown"),
-        (["--path", "fast"], "'packed'"),
-        (["--prompt-file", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
-        (["--decode", "pp=5"], "--decode: 'pp' must be at most 4"),
-        (["--decode", "ring=0.2"], "--decode: a ring of 0.2 of a cache for 4 requests does not"),
-    ],
-)
-def test_a_wrong_option_is_refused_by_name(arguments: list[str], told: str) -> None:
-    result = kvbus("demo", *arguments)
-
-    assert result.exit_code == 2
-    assert told in result.output
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    result = kvbus("--version")
-
-    assert result.exit_code == 0
-    assert result.output.startswith("kvbus 0.")
-
-
 def test_uncompared_outputs_are_told_from_differing_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As of a run that Ctrl-C ended."""
     right, wrong = Step(1, "a"), Step(2, "b")
     served = [
         Served("r1", "compared", first=right, steps=[right]),
@@ -79,14 +49,11 @@ def test_leaked_or_uncounted_blocks_or_trouble_fail_the_run(
     assert report.summary()["leaked_blocks"] == (leaks and sum(leaks.values()))
 
 
-def test_the_help_shows_every_option_whole_on_80_columns() -> None:
+def test_help_has_80_columns_and_commands_start_without_torch() -> None:
     result = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "80"})
+    code = "import kvbus.demo.run, sys; sys.exit('torch' in sys.modules)"
 
     assert "…" not in result.output
     assert max(map(len, result.output.splitlines())) <= 80
-
-
-def test_the_commands_start_without_torch() -> None:
-    code = "import kvbus.demo.run, sys; sys.exit('torch' in sys.modules)"
-
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("kvbus 0.")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
