@@ -15,6 +15,15 @@ from kvbus.cli import COMMANDS, PANELS, app
 HEAVY = ("zmq", "nixl", "numpy", "torch", "anyio")
 
 
+def run(command: list[str], **env: str) -> "subprocess.CompletedProcess[str]":
+    env = {**os.environ, **env}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def path_with(folder: Path) -> str:
+    return os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+
+
 def test_the_list_of_commands_is_shown_without_what_they_need() -> None:
     code = f"""
 import sys
@@ -24,9 +33,7 @@ try:
 except SystemExit:
     sys.exit(str([name for name in {HEAVY} if name in sys.modules]))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    ended = run([sys.executable, "-c", code])
 
     assert "bench-decode" in ended.stdout
     assert ended.stderr == "[]\n"
@@ -61,14 +68,8 @@ PROGRAMS = ["kvbus doctor", "kvbus_prefill x.toml", "kvbus_decode x.toml"]
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_missing_package_is_named_without_traceback(tmp_path: Path, program: str) -> None:
     (tmp_path / "zmq.py").write_text("raise ModuleNotFoundError('not here', name=__name__)\n")
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    ended = subprocess.run(
-        [sys.executable, "-m", *program.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+
+    ended = run([sys.executable, "-m", *program.split()], PYTHONPATH=path_with(tmp_path))
 
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error: the package 'zmq' is not installed here: install kvbus")
@@ -87,35 +88,43 @@ def test_ctrl_c_during_import_ends_program_without_traceback(
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "raise SystemExit('an import that goes on')\n"
     )
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    ended = subprocess.run(
-        [sys.executable, "-m", *program.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+
+    ended = run([sys.executable, "-m", *program.split()], PYTHONPATH=path_with(tmp_path))
 
     assert (ended.stdout, ended.stderr) == ("in the middle\n", "")
     assert ended.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("demo --requests some", "'--requests': must be an integer"),
         ("demo --requests 0", "'--requests': must be at least 1"),
         ("demo --path slow", "'--path': 'slow' is not one of 'direct', 'staged', 'packed'"),
         ("demo --prefill tp=some", "--prefill: 'tp' must be an integer, not a string"),
+        ("demo --prefill layers=3", "--prefill: 'layers' is unknown"),
         ("demo --prefill layout=DNH", "layout 'dnh' is not NHD, HND or a list of block, layer,"),
+        ("demo --prompt-file /nowhere", "cannot read /nowhere"),
+        ("demo --decode pp=5", "--decode: 'pp' must be at most 4"),
+        ("demo --decode ring=0.2", "--decode: a ring of 0.2 of a cache for 4 requests does not"),
         ("plan --from attention=some --to tp=1 --tokens 9", "'attention' cannot be 'some'"),
         ("status --timeout soon", "'--timeout': must be a number"),
+        ("status tcp://127.0.0.1:1 --events --only ofer.*", "ofer"),
+        ("status 127.0.0.1:7703 --events", "--events"),
+        ("status nowhere", "nowhere"),
         ("conform --role router -- x", "'--role': 'router' is not one of 'prefill', 'decode'"),
+        ("bench --only everything", "everything"),
+        ("doctor --only everything", "--only: 'everything' is none of versions"),
+        ("doctor --only peer", "--only peer needs --peer"),
+        ("doctor --peer 127.0.0.1:7701", "is not tcp://HOST:PORT"),
+        ("doctor --peer tcp://127.0.0.1:7701 --server-key x", "--key-file"),
+        ("doctor --peer tcp://h:1 --from tcp://h:1", "are the same agent"),
+        ("doctor --peer tcp://h:1 --from-server-key x", "--from-server-key needs --from"),
     ],
 )
-def test_a_wrong_value_is_told_without_the_words_of_a_library(line: str, told: str) -> None:
+def test_a_wrong_option_is_named_without_the_words_of_a_library(line: str, message: str) -> None:
     ended = CliRunner().invoke(app, line.split(), env={"COLUMNS": "200"})
 
     assert (ended.exit_code, ended.stdout) == (2, "")
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert not re.search(r"`|\$|Expected|Input should|Value error|not a valid|Errno", ended.stderr)

@@ -17,7 +17,6 @@ class DrawOptions:
 
 
 def run(*arguments: str) -> tuple[int, str, list[DrawOptions]]:
-    """The status, the output, and what was drawn."""
     drawn: list[DrawOptions] = []
 
     @with_options(DrawOptions)
@@ -31,22 +30,12 @@ def run(*arguments: str) -> tuple[int, str, list[DrawOptions]]:
     return result.exit_code, result.output, drawn
 
 
-def test_what_is_given_and_what_is_not_become_the_dataclass() -> None:
-    status, _, drawn = run("--of", "a", "--width", "7")
-
-    assert (status, drawn) == (0, [DrawOptions(name="a", width=7, margin=2)])
-
-
-def test_a_field_without_an_option_is_none() -> None:
+def test_fields_with_options_are_set_and_refused_by_name() -> None:
     status, output, _ = run("--help")
+    too_narrow = run("--of", "a", "--width", "0")
 
+    assert run("--of", "a", "--width", "7")[::2] == (0, [DrawOptions(name="a", width=7, margin=2)])
     assert (status, "margin" in output) == (0, False)
     assert "Draw a picture." in output
     assert "--width" in output
-
-
-def test_a_value_out_of_range_is_refused_by_name() -> None:
-    status, output, drawn = run("--of", "a", "--width", "0")
-
-    assert (status, drawn) == (2, [])
-    assert "--width" in output
+    assert (too_narrow[0], "--width" in too_narrow[1], too_narrow[2]) == (2, True, [])

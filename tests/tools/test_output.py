@@ -38,24 +38,29 @@ HOSTILE = {
 PLAIN = "ü 漢字 🙂 [red]x[/nothing] :smile:"
 
 
-@pytest.mark.parametrize(
-    ("write", "number", "text"),
-    [
-        *((bytes_text, *one) for one in ((0, "0 B"), (999, "999 B"), (1000, "0.9766 KiB"))),
-        *((bytes_text, *one) for one in ((64 << 10, "64 KiB"), (3 << 39, "1.5 TiB"))),
-        *((rate_text, *one) for one in ((9.314e9, "9.31 GB/s"), (1e9, "1 GB/s"))),
-        *((rate_text, *one) for one in ((85e7, "850 MB/s"), (12e3, "12 kB/s"), (0, "0 B/s"))),
-        *((time_text, *one) for one in ((1234.5, "1,234 s"), (1.0, "1 s"), (2e-6, "2 us"))),
-        *((time_text, *one) for one in ((0.01371, "13.7 ms"), (0.4082, "408 ms"))),
-        *((numbers_text, *one) for one in (([], ""), ([7], "7"), ([7, 2, 1, 0], "0-2, 7"))),
-        *((numbers_text, *one) for one in (([0, 1], "0-1"), ([0, 2], "0, 2"))),
-        (numbers_text, [1, 3, 5, 7], "1-7 by 2"),
-    ],
-)
-def test_numbers_get_few_digits_and_unit_and_lists_intervals(
-    write: Callable[[Any], str], number: Any, text: str
-) -> None:
-    assert write(number) == text
+NUMBERS: dict[Callable[[Any], str], dict[Any, str]] = {
+    bytes_text: {
+        0: "0 B",
+        999: "999 B",
+        1000: "0.9766 KiB",
+        64 << 10: "64 KiB",
+        3 << 39: "1.5 TiB",
+    },
+    rate_text: {9.314e9: "9.31 GB/s", 85e7: "850 MB/s", 12e3: "12 kB/s", 0: "0 B/s"},
+    time_text: {1234.5: "1,234 s", 1.0: "1 s", 0.4082: "408 ms", 0.01371: "13.7 ms", 2e-6: "2 us"},
+    numbers_text: {
+        (): "",
+        (7,): "7",
+        (7, 2, 1, 0): "0-2, 7",
+        (0, 2): "0, 2",
+        (1, 3, 5): "1-5 by 2",
+    },
+}
+
+
+def test_numbers_get_few_digits_and_unit_and_lists_intervals() -> None:
+    for write, texts in NUMBERS.items():
+        assert {number: write(number) for number in texts} == texts
 
 
 def printed(*what: object) -> str:
@@ -76,18 +81,14 @@ def test_a_name_is_escaped_in_a_line_a_text_and_a_table(name: str) -> None:
         assert printable(name) in text
 
 
-def test_what_is_printable_stays_as_it_is_and_is_no_markup() -> None:
-    assert printed(PLAIN) == PLAIN + "\n"
-    assert printable(PLAIN) == PLAIN
-    assert printable("two\nlines") == "two\nlines"
-
-
 @given(st.text())
-def test_json_stays_what_it_is_with_every_character_printable(text: str) -> None:
+def test_text_is_no_markup_and_json_stays_equal_and_printable(text: str) -> None:
     safe = printable(json.dumps({text: text}, ensure_ascii=False))
 
     assert safe.isprintable()
     assert json.loads(safe) == {text: text}
+    assert printed(PLAIN) == PLAIN + "\n"
+    assert [printable(one) for one in (PLAIN, "two\nlines")] == [PLAIN, "two\nlines"]
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
@@ -145,22 +146,15 @@ def test_pipe_without_reader_and_closed_stdout_are_no_error(
     assert capfd.readouterr().err == ""
 
 
-def test_a_full_disk_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "write", [lambda: write_text("a line\n"), lambda: Console().print(Table("a column"))]
+)
+def test_a_full_disk_is_an_error_of_one_line(
+    write: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # noqa: PTH123 - a device
         patch.setattr(sys, "stdout", full)
-        write_text("a line\n")
-
-    assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
-
-
-def test_table_lost_to_full_disk_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # noqa: PTH123 - a device
-        patch.setattr(sys, "stdout", full)
-        Console().print(Table("a column"))
+        write()
 
     assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
 
@@ -183,20 +177,16 @@ def test_unencodable_characters_are_escaped_and_json_unchanged(
 
 def test_the_help_of_a_command_is_shown_without_a_locale() -> None:
     """It has the bullets of a list."""
-    poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvbus", "demo", "--help"],
-        capture_output=True,
-        check=False,
-        env={**os.environ, **poor},
-    )
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "kvbus", "demo", "--help"]
+    ended = subprocess.run(command, capture_output=True, check=False, env=env)
 
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert ended.stdout.isascii()
     assert b"--prefill-chunk" in ended.stdout
 
 
-def test_what_is_waited_for_longer_than_a_while_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_longer_than_a_while_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()  # pytest's capture loses what a thread writes as it is read
     monkeypatch.setattr("sys.stderr", written)
     with waiting_for("the first", after_s=60) as wait_for:

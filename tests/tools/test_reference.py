@@ -8,7 +8,7 @@ from docs.generate_reference import PAGE, page
 ROOT = Path(__file__).parents[2]
 LOGGED = re.compile(r'\b(?:log(?:ger)?\.\w+|level|lines\.write)\(\s*"([a-z]+\.[a-z_]+)"')
 ENDS = {"handoff.completed", "handoff.failed", "handoff.cancelled"}
-"""Of one line, whose name is made of the outcome."""
+"""Names of one line, which the code makes of the outcome."""
 
 
 def test_keys_and_metrics_of_page_match_code() -> None:

@@ -79,9 +79,7 @@ def test_a_thread_may_not_start_a_child_which_would_end_with_it(
     assert not list(tmp_path.iterdir())
 
 
-def test_stopped_child_is_asked_to_end_and_deaf_one_is_killed(
-    start: Start,
-) -> None:
+def test_stopped_child_is_asked_to_end_and_deaf_one_is_killed(start: Start) -> None:
     deaf, stopped = start(DEAF), start(SAY + HANG)
     reader = start("import sys; sys.stdin.read()", stdin=subprocess.PIPE)
     stopped.process.send_signal(signal.SIGSTOP)
@@ -90,12 +88,8 @@ def test_stopped_child_is_asked_to_end_and_deaf_one_is_killed(
     assert deaf.end(within_s=0.1) == -signal.SIGKILL
     assert stopped.end(WITHIN_S) == -signal.SIGTERM
     assert reader.end(WITHIN_S) == 0, "the end of its stdin is enough"
-
-
-def test_a_child_ends_with_its_block_and_its_pipes_are_closed(start: Start) -> None:
     with start(f"{SAY}sys.stdin.read()", stdin=subprocess.PIPE) as child:
         pass
-
     assert child.process.returncode == 0
     assert child.process.stdin is not None
     assert child.process.stdin.closed
@@ -110,9 +104,7 @@ async def test_the_event_loop_runs_on_while_an_end_is_waited_for(start: Start) -
     assert await deaf.end_async(within_s=0.1) == -signal.SIGKILL
 
 
-def test_child_ended_early_or_too_slow_is_told_with_end_of_log(
-    start: Start, tmp_path: Path
-) -> None:
+def test_errors_name_a_child_that_ended_early_or_was_too_slow(start: Start, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of an earlier run\n")
     early, slow = start(f"{SAY}sys.exit('no room')", log=log), start(HANG)
@@ -121,16 +113,13 @@ def test_child_ended_early_or_too_slow_is_told_with_end_of_log(
         wait_logged(early, "never said", WITHIN_S)
     with pytest.raises(PeerLost, match=r"did not log 'ready' within 0\.1 s; .*\n  \(none\)"):
         wait_logged(slow, "ready", 0.1)
+    with pytest.raises(ConfigError, match="/nowhere/log"):
+        start(HANG, log=Path("/nowhere/log"))
 
     assert caught.value.message == (
         f"the child (process {early.pid}) ended with exit status 1;"
         " the last lines of its log:\n  ready\n  no room"
     )
-
-
-def test_a_log_that_cannot_be_written_is_named(start: Start) -> None:
-    with pytest.raises(ConfigError, match="/nowhere/log"):
-        start(HANG, log=Path("/nowhere/log"))
 
 
 def test_child_gets_environment_without_agents_and_fresh_signals(

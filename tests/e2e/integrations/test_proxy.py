@@ -253,17 +253,14 @@ def test_errors_of_client_and_decode_reach_the_client(
     assert got.json() == MISTAKE or line[role] in got.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"1", b"[1]"])
-def test_a_body_that_is_no_request_is_refused_by_the_proxy(site: Site, text: bytes) -> None:
-    got = site.client.post(COMPLETIONS, content=text)
-
-    assert (got.status_code, got.json()["error"]["code"], site.ended()["status"]) == (400,) * 3
+def test_a_body_that_is_no_request_is_refused_by_the_proxy(site: Site) -> None:
+    for text in (b"", b"\xff\xfe", b"1", b"[1]"):
+        got = site.client.post(COMPLETIONS, content=text)
+        assert (got.status_code, got.json()["error"]["code"], site.ended()["status"]) == (400,) * 3
     assert site.prefill.asked == site.decode.asked == []
 
 
-def test_key_id_and_trace_reach_servers_with_unchanged_bodies(
-    site: Site,
-) -> None:
+def test_key_id_and_trace_reach_servers_with_unchanged_bodies(site: Site) -> None:
     text = b'{"choices":  [{"text": "h\xc3\xa9"}], "kv_transfer_params": null}\n'
     site.decode.does = says(text)
 
@@ -311,35 +308,22 @@ def test_without_a_decode_server_the_client_is_told_which_one(tmp_path: Path) ->
     assert (got.status_code, statuses) == (502, [503, 503])
 
 
-def test_a_server_that_sends_nothing_for_too_long_has_failed(tmp_path: Path) -> None:
+def test_a_silent_server_has_failed(tmp_path: Path) -> None:
     with Site(tmp_path, "--timeout=0.5") as site:
+        site.prefill.does = hangs
+        got = site.ask()
+        assert (got.status_code, got.json()) == (200, ANSWER)
+        assert site.ended()["handover"] == "prefill_failed"
+
+        site.begin()
         site.decode.does = hangs
         got = site.ask()
-
         assert got.status_code == 502
         assert "has sent nothing for 0.5 s" in got.json()["error"]["message"]
         assert site.decode.asked[0].gone.wait(WITHIN_S)
 
 
-def test_a_silent_prefill_server_has_failed(tmp_path: Path) -> None:
-    with Site(tmp_path, "--timeout=0.5") as site:
-        site.prefill.does = hangs
-        got = site.ask()
-
-        assert (got.status_code, got.json()) == (200, ANSWER)
-        assert site.ended()["handover"] == "prefill_failed"
-
-
-def test_an_answer_that_breaks_off_never_looks_whole(site: Site) -> None:
-    site.decode.does = says(b'{"choices":', breaks_off)
-
-    with pytest.raises(httpx.RemoteProtocolError):
-        site.ask()
-
-
-def test_client_gets_each_part_at_once_and_no_end_after_a_crash(
-    site: Site,
-) -> None:
+def test_client_gets_each_part_at_once_and_no_end_after_a_crash(site: Site) -> None:
     parts, gates = (EVENT, b'data: {"b"', b": 1}\n\n"), [Event() for _ in range(4)]
     steps = [step for pair in zip(gates[:3], parts, strict=True) for step in pair]
     site.decode.does = says(*steps, gates[3], breaks_off, content_type="text/event-stream")
@@ -352,11 +336,15 @@ def test_client_gets_each_part_at_once_and_no_end_after_a_crash(
         gates[3].set()
         with pytest.raises(httpx.RemoteProtocolError):
             next(raw)
+    of_stream = site.ended()
+    site.begin()
+    site.decode.does = says(b'{"choices":', breaks_off)
+    with pytest.raises(httpx.RemoteProtocolError):
+        site.ask()
 
     assert (tuple(got), answer.headers["content-type"]) == (parts, "text/event-stream")
-    line = site.ended()
-    assert (line["outcome"], line["status"]) == ("answered", 200)
-    assert line["trouble"].startswith(f"decode server {line['decode']} failed")
+    assert (of_stream["outcome"], of_stream["status"]) == ("answered", 200)
+    assert of_stream["trouble"].startswith(f"decode server {of_stream['decode']} failed")
 
 
 @pytest.mark.parametrize("stage", ["its request", "prefill", "decode", "a stream"])
@@ -384,32 +372,29 @@ def test_client_abort_reaches_servers_and_tickets_are_used_once(site: Site, stag
         assert one.gone.wait(WITHIN_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_ends_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    with Site(tmp_path) as site:
-        site.decode.does = says(EVENT, gate := Event(), EVENT)
-
-        with site.client.stream("POST", COMPLETIONS, json=ASKED) as answer:
-            site.process.process.send_signal(number)
-            gate.set()
-            assert answer.read() == 2 * EVENT
-
-        assert site.process.process.wait(WITHIN_S) == 0
-        assert site.ended()["outcome"] == "answered"
-
-
-def test_an_endless_request_is_aborted_after_a_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "is_endless"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
+)
+def test_after_a_signal_requests_end_and_endless_ones_abort(
+    tmp_path: Path, number: signal.Signals, is_endless: bool
+) -> None:
     with Site(tmp_path) as site, ThreadPoolExecutor(1) as threads:
-        site.decode.does = hangs
+        site.decode.does = hangs if is_endless else says(EVENT, gate := Event(), EVENT)
         asked = threads.submit(site.ask)
         wait_until(lambda: site.decode.asked, "decode is asked", WITHIN_S)
 
-        site.process.process.send_signal(signal.SIGTERM)
+        site.process.process.send_signal(number)
 
-        assert site.decode.asked[0].gone.wait(WITHIN_S)
-        site.process.process.wait(WITHIN_S)
-        with pytest.raises(httpx.HTTPError):
-            asked.result(WITHIN_S).raise_for_status()
+        if is_endless:
+            assert site.decode.asked[0].gone.wait(WITHIN_S)
+            with pytest.raises(httpx.HTTPError):
+                asked.result(WITHIN_S).raise_for_status()
+        else:
+            gate.set()
+            assert asked.result(WITHIN_S).content == 2 * EVENT
+            assert site.ended()["outcome"] == "answered"
+        assert site.process.process.wait(WITHIN_S) == 0 or is_endless
 
 
 @pytest.mark.parametrize(
@@ -435,9 +420,8 @@ def test_missing_package_is_named_with_its_install_command(tmp_path: Path) -> No
     (tmp_path / "uvicorn.py").write_text(missing)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
 
-    ended = subprocess.run(
-        [*COMMAND, "--help"], check=False, capture_output=True, text=True, env=env, timeout=WITHIN_S
-    )
+    command = [*COMMAND, "--help"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
 
     assert ended.returncode == 1
     assert ended.stderr == "error: the proxy needs uvicorn: pip install 'kvbus[proxy]'\n"

@@ -52,9 +52,7 @@ def test_params_with_keys_of_router_or_engine_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("readers", [0, 257, "2", 1.5])
-def test_ticket_is_for_one_reader_or_routers_number_else_refused(
-    readers: object,
-) -> None:
+def test_ticket_is_for_one_reader_or_routers_number_else_refused(readers: object) -> None:
     assert [read_offer_params(said).readers for said in ({}, {"readers": 3})] == [1, 3]
     with pytest.raises(ProtocolError, match="readers"):
         read_offer_params({"readers": readers})
@@ -122,11 +120,7 @@ def place(rank: int, agent: int) -> AgentRanks:
 
 @pytest.mark.parametrize(
     ("agents", "elsewhere"),
-    [
-        ((1, 1, 2, 2, 3, 3), {2: (2, 3), 3: (4, 5)}),
-        ((1, 0), {}),
-        ((0, 1), {}),
-    ],
+    [((1, 1, 2, 2, 3, 3), {2: (2, 3), 3: (4, 5)}), ((1, 0), {}), ((0, 1), {})],
     ids=["three agents", "none beside the second", "none beside the first"],
 )
 def test_ranks_of_agent_other_than_first_one_are_elsewhere(

@@ -1,8 +1,8 @@
 """What vLLM calls of a connector, and what the connector needs of vLLM, read from source alone.
 
-``python -m tests.e2e.integrations.vllm_contract`` downloads vLLM's wheel (some 340 MB), and writes
-down what its base class has, and what it has of the connector's imports and of `INSIDE_VLLM`:
-`RECORDED`. It is neither installed nor imported, nor is the connector.
+``python -m tests.e2e.integrations.vllm_contract`` downloads vLLM's wheel (about 340 MB). It records
+the base class, and which of the connector's imports and of `INSIDE_VLLM` exist: `RECORDED`. Neither
+vLLM nor the connector is imported.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECORDED = Path(__file__).with_suffix(".json")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASSES = ("KVConnectorBase_V1", "SupportsHMA")
 OUR_CLASSES = ("SchedulerSide", "KvbusConnector")
-"""What the connector is made of; a method of a later one hides that of an earlier one."""
+"""The parts of the connector; a method of a later one hides that of an earlier one."""
 KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
 
 Methods = dict[str, dict[str, list[str]]]
@@ -32,7 +32,6 @@ Methods = dict[str, dict[str, list[str]]]
 
 
 def methods_of(source: str, *classes: str) -> Methods:
-    """Those of ``classes`` that are not private."""
     return {
         one.name: {"parameters": _parameters(one), "kinds": _kinds(one)}
         for node in ast.parse(source).body
@@ -51,7 +50,6 @@ def imports_of(source: str, package: str = "vllm") -> Iterator[tuple[str, str]]:
 
 
 def imported() -> set[tuple[str, str]]:
-    """All that the connector imports from vLLM."""
     return {pair for source in sources() for pair in imports_of(source)}
 
 
@@ -91,7 +89,7 @@ def members_of(source: str, name: str) -> set[str]:
 
 
 def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
-    """What a vLLM has; ``read`` gives the source of a file in it, None if there is no such file."""
+    """Record a vLLM; ``read`` returns the source of a file in it, None if there is no such file."""
     there = sorted(pair for pair in imported() if _has(read, *pair))
     return {
         "version": version,
@@ -102,7 +100,6 @@ def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
 
 
 def text_of(recorded: dict[str, Any]) -> str:
-    """As JSON, with a line for each method and each import."""
     methods = [f"{json.dumps(n)}: {json.dumps(one)}" for n, one in recorded["methods"].items()]
     imports = [json.dumps(one) for one in recorded["imports"]]
     version = json.dumps(recorded["version"])
@@ -180,7 +177,6 @@ def _top_level(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Download, read, write down."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--version", default="", help="of vLLM; default: the newest")
     parser.add_argument("--wheel", type=Path, help="one that is here already")

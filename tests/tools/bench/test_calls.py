@@ -28,7 +28,7 @@ def clone(tmp_path: Path) -> Path:
 def test_mapped_fetch_of_one_block_takes_few_calls_in_each_agent(clone: Path) -> None:
     paths = [clone, clone / "services/prefill", clone / "services/decode"]
     ended = subprocess.run(
-        [sys.executable, clone / "benchmarks/count_calls.py", "--rounds", "9", "--json"],
+        [sys.executable, clone / "benchmarks/count_calls.py", "--rounds", "5", "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,

@@ -1,7 +1,4 @@
-"""`kvbus bench-prefill | kvbus bench-decode` at two agents: figures, or one line that says why not.
-
-The agents hold nothing after each of them.
-"""
+"""`kvbus bench-prefill | kvbus bench-decode` at two agents: figures, or one line with a reason."""
 
 import contextlib
 import io
@@ -31,36 +28,29 @@ KIB, MIB = 1 << 10, 1 << 20
 Case = dict[str, float]
 
 
-class Pair(Agents):
+class Trio(Agents):
     """A prefill agent, and two decode agents: one that maps memory, one as of another machine."""
 
     @property
-    def prefill(self) -> AgentProcess:
-        return self.all[0]
-
-    @property
-    def near(self) -> AgentProcess:
-        return self.all[1]
-
-    @property
-    def far(self) -> AgentProcess:
-        return self.all[2]
+    def roles(self) -> tuple[AgentProcess, AgentProcess, AgentProcess]:
+        prefill, near, far = self.all
+        return prefill, near, far
 
 
 @pytest.fixture(scope="module")
-def shared_pair() -> Iterator[Pair]:
-    with agents_ended(Pair) as made:
-        made.start(
-            made.prepare("prefill"), made.prepare("decode", mapped=True), made.prepare("decode")
-        )
+def shared_trio() -> Iterator[Trio]:
+    with agents_ended(Trio) as made:
+        prefill, near = made.prepare("prefill"), made.prepare("decode", mapped=True)
+        made.start(prefill, near, made.prepare("decode"))
         yield made
 
 
 @pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.check()
-    assert not any(agent.status()["engines"] for agent in shared_pair.all)
+def trio(shared_trio: Trio) -> Iterator[Trio]:
+    """The agents, which hold nothing after a test."""
+    yield shared_trio
+    shared_trio.check()
+    assert not any(agent.status()["engines"] for agent in shared_trio.all)
 
 
 class Side:
@@ -85,14 +75,13 @@ class Side:
         self.process.communicate()
 
     def output(self) -> IO[str]:
-        """What it writes, which only another process reads from now on."""
+        """Its output, which only another process reads from now on."""
         output, self.process.stdout = self.process.stdout, None
         assert output is not None
         return output
 
-    def ended(self, given: str | None = None) -> tuple[int, str, str]:
-        """Exit status, output and errors, with this on stdin."""
-        output, errors = self.process.communicate(given, timeout=ENDS_WITHIN_S)
+    def ended(self) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=ENDS_WITHIN_S)
         return self.process.returncode, output or "", errors
 
 
@@ -100,7 +89,7 @@ class Side:
 def both(
     prefill: AgentProcess, decode: AgentProcess, *options: str, between: str = ""
 ) -> Iterator[tuple[Side, Side]]:
-    """Both sides, joined by a pipe, in which sed may do something."""
+    """Both sides, joined by a pipe, which sed may edit."""
     with contextlib.ExitStack() as stack:
         offering = stack.enter_context(Side("prefill", prefill.attach, *options))
         lines = stack.enter_context(offering.output())
@@ -133,48 +122,37 @@ def figures(output: str) -> dict[str, Case]:
 
 
 def num_bytes(case: Case, path: str) -> float:
-    """What a handoff by this path had, by figures that fit together."""
     stages = [value for name, value in case.items() if name.startswith(f"{path}: ")]
     assert case[f"{path} p50"] > 0
     assert max(stages) > 0
     return case[path] * case[f"{path} p50"] * 1e6
 
 
-def test_agents_of_one_machine_copy_what_is_mapped_in_every_case(pair: Pair) -> None:
-    with both(pair.prefill, pair.near, "--mib", "1", "--rounds", "2") as (offering, fetching):
+def test_near_agents_map_and_far_ones_use_the_path_that_fits(trio: Trio) -> None:
+    prefill, near, far = trio.roles
+    with both(prefill, near, "--mib", "1", "--rounds", "2") as (offering, fetching):
         (status, output, errors), offered = fetching.ended(), offering.ended()
+    with both(prefill, far, "--mib", "8", "--rounds", "1") as (_, fetching):
+        other_status, other_output, _ = fetching.ended()
 
-    assert status == 0, errors
+    assert (status, other_status) == (0, 0), errors
     assert offered[:2] == (0, "")
     assert output.splitlines()[-2] == OK.format(28 + len(CASES))
-    found = figures(output)
-    assert found.keys() == CASES
+    found, of_far = figures(output), figures(other_output)
+    assert found.keys() == of_far.keys() == CASES
     assert [case["mapped handoffs"] for case in found.values()] == [20, 2, 2, 2, 2]
     for name, case in found.items():
         size = 64 * KIB if name == "one-block" else MIB
         assert num_bytes(case, "mapped") == pytest.approx(size, rel=1e-3)
+    for name, path in (("in-order", "direct"), ("hnd-to-nhd", "staged")):
+        assert num_bytes(of_far[name], path) == pytest.approx(8 * MIB, rel=1e-3)
 
 
-def test_agents_of_two_machines_take_the_path_that_fits_the_runs(pair: Pair) -> None:
-    with both(pair.prefill, pair.far, "--mib", "8", "--rounds", "1") as (offering, fetching):
-        (status, output, errors), offered = fetching.ended(), offering.ended()
-
-    assert (status, offered[0]) == (0, 0), errors + offered[2]
-    found = figures(output)
-    assert found.keys() == CASES
-    for name, path, size in (
-        ("one-block", "direct", 64 * KIB),
-        ("in-order", "direct", 8 * MIB),
-        ("hnd-to-nhd", "staged", 8 * MIB),
-    ):
-        assert num_bytes(found[name], path) == pytest.approx(size, rel=1e-3)
-
-
-def test_wrong_bytes_are_found_and_earlier_figures_are_shown(pair: Pair) -> None:
+def test_wrong_bytes_are_found_and_earlier_figures_are_shown(trio: Trio) -> None:
     """In the two cases the same blocks are handed over, in another order."""
-    with both(
-        pair.prefill, pair.near, "--mib", "8", "--rounds", "1", between="s/runs-256k/in-order/"
-    ) as (_, fetching):
+    prefill, near, _ = trio.roles
+    swapped = "s/runs-256k/in-order/"
+    with both(prefill, near, "--mib", "8", "--rounds", "1", between=swapped) as (_, fetching):
         status, output, errors = fetching.ended()
 
     assert (status, "ok: " in output) == (1, False)
@@ -185,52 +163,24 @@ def test_wrong_bytes_are_found_and_earlier_figures_are_shown(pair: Pair) -> None
     assert failed == {"case": "in-order", "errors": [wrong]}
 
 
-@pytest.mark.parametrize(
-    ("ending", "number"), [("prefill", signal.SIGKILL), ("decode", signal.SIGINT)]
-)
-def test_side_ended_in_mid_run_is_named_in_error_of_other_side(
-    pair: Pair, ending: str, number: signal.Signals
-) -> None:
-    pair.far.skip_log()
-    with both(pair.prefill, pair.far, *MANY) as (offering, fetching):
-        wait_until(lambda: pair.far.logged("handoff.completed"), "a handoff", ENDS_WITHIN_S)
-        sides = (offering, fetching) if ending == "prefill" else (fetching, offering)
-        sides[0].process.send_signal(number)
-        (status, _, errors), (other_status, _, other_errors) = (side.ended() for side in sides)
+@pytest.mark.parametrize("ending", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+def test_side_ended_in_mid_run_is_named_in_error_of_other_side(trio: Trio, ending: str) -> None:
+    prefill, _, far = trio.roles
+    far.skip_log()
+    with both(prefill, far, *MANY) as sides:
+        wait_until(lambda: far.logged("handoff.completed"), "a handoff", ENDS_WITHIN_S)
+        one, other = sides if ending == "prefill" else sides[::-1]
+        one.process.send_signal(signal.SIGKILL if ending == "prefill" else signal.SIGINT)
+        (status, _, errors), (other_status, _, other_errors) = one.ended(), other.ended()
 
-    if number is signal.SIGINT:
+    if ending == "decode":
         assert (status, errors.splitlines()[-1]) == (130, f"bench-{ending}: ended by Ctrl-C")
-    else:
-        assert status == -9
     error = other_errors.splitlines()[-1]
-    assert other_status == 1
+    assert (other_status, status) == (1, -9 if ending == "prefill" else 130)
     assert f"look at the error of kvbus bench-{ending}" in error or "engine_lost" in error
 
 
-def test_a_handoff_that_fails_ends_both_sides_at_once(pair: Pair) -> None:
-    with both(pair.prefill, pair.far, between="s/one-block/runs-256k/") as (offering, fetching):
-        fetched, offered = fetching.ended(), offering.ended()
-
-    assert (fetched[0], offered[0]) == (1, 1)
-    assert "a handoff of 'runs-256k' failed with incompatible: " in fetched[2]
-    assert "a handoff of 'one-block' was withdrawn: look at the error of" in offered[2]
-
-
-def test_an_agent_that_is_not_there_or_of_the_other_role_is_said(pair: Pair) -> None:
-    none = pair.folder / "none"
-    with (
-        Side("prefill", pair.far.attach) as wrong,
-        Side("decode", none, stdin=subprocess.PIPE) as absent,
-    ):
-        of_wrong, of_absent = wrong.ended(), absent.ended(line_of())
-
-    assert of_wrong[:2] == of_absent[:2] == (1, "")
-    assert "is for decode engines, not prefill" in of_wrong[2]
-    assert f"no agent at {none}" in of_absent[2]
-
-
 def line_of(case: str = "one-block", mib: int = 1) -> str:
-    """A line with a ticket that is none."""
     return json.dumps({"case": case, "mib": mib, "left": 3, "ticket": {}}) + "\n"
 
 
@@ -248,20 +198,9 @@ def line_of(case: str = "one-block", mib: int = 1) -> str:
     ids=["word", "bytes", "large", "case", "endless", "end", "tty"],
 )
 def test_what_is_no_line_of_the_other_side_is_refused(
-    pair: Pair, given: bytes | None, status: int, error: str
+    trio: Trio, given: bytes | None, status: int, error: str
 ) -> None:
-    ended, complaint = fetched_here(pair.far.attach, given)
-
-    assert (ended, complaint.count("\n")) == (status, 1)
-    assert complaint.startswith("error: bench-decode: ")
-    assert error in complaint
-
-
-def fetched_here(agent: Path, given: bytes | None) -> tuple[object, str]:
-    """Exit status and errors of the decode side with this, or a terminal, as its stdin.
-
-    It runs in this process: each of its own would import torch.
-    """
+    """It runs in this process: each of its own would import torch."""
     with contextlib.ExitStack() as stack:
         if given is None:
             controller, terminal = os.openpty()
@@ -274,5 +213,8 @@ def fetched_here(agent: Path, given: bytes | None) -> tuple[object, str]:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(sys, "stdin", stdin)
         errors = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         with pytest.raises(SystemExit) as ended:
-            app(["bench-decode", "--attach", str(agent)])
-    return ended.value.code, errors.getvalue()
+            app(["bench-decode", "--attach", str(trio.roles[2].attach)])
+
+    assert (ended.value.code, errors.getvalue().count("\n")) == (status, 1)
+    assert errors.getvalue().startswith("error: bench-decode: ")
+    assert error in errors.getvalue()

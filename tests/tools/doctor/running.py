@@ -1,4 +1,4 @@
-"""``kvbus doctor --json`` as tests run it, and what holds of each of its reports."""
+"""``kvbus doctor --json`` as tests run it, and the check of each report."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +15,10 @@ Findings = dict[str, dict[str, Any]]
 
 
 def show(*arguments: str, env: Mapping[str, str] | None = None) -> Result:
-    """What people see in 80 columns."""
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "80", **(env or {})})
 
 
 def doctor(*arguments: str, env: Mapping[str, str] | None = None) -> Findings:
-    """What it finds, by name."""
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments], env=env)
     return checked(json.loads(result.stdout), status=result.exit_code)
 
@@ -46,7 +44,7 @@ def is_strict(told: dict[str, Any]) -> bool:
 
 
 def check_finding(name: str, one: Mapping[str, Any]) -> None:
-    """Whatever a complaint is about, it has a reason and a fix; what is ok has none."""
+    """A complaint has a reason and a fix; an ok finding has none."""
     assert one["found"], name
     assert name.startswith(f"{one['family']}.")
     if one["severity"] in VERDICTS:

@@ -1,7 +1,4 @@
-"""What is said of machines: the finding to each fact, on good ones and on bad ones.
-
-What this machine is like is no matter here.
-"""
+"""The finding to each fact of a machine, good or bad; this machine does not matter."""
 
 from typing import Any
 
@@ -22,19 +19,15 @@ GOOD: dict[str, Any] = {"num_cores": 16, "cpu_quota": None, "compiled": True}
 
 
 def memory(subject: str, segment_error: str = "", **seen: Any) -> Finding:
-    """Of a machine that is good but for what was seen."""
+    """The finding on a machine that is good but for ``seen``."""
     found = host.memory_findings(segment_error, **{**GOOD, **seen})
     return next(one for one in found if one.name == f"memory.{subject}")
 
 
 def limit(
-    subject: str,
-    files: int | None = None,
-    locked: int | None = None,
-    *,
-    may_lock: bool = False,
-    rdma: tuple[str, ...] = ("mlx5_0",),
+    subject: str, *limits: int, may_lock: bool = False, rdma: tuple[str, ...] = ("mlx5_0",)
 ) -> Finding:
+    files, locked = (*limits, None, None)[:2]
     found = host.limit_findings(files, locked, may_lock=may_lock, rdma_devices=rdma)
     return next(one for one in found if one.name == f"limits.{subject}")
 
@@ -60,13 +53,7 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
     (limit("open_files", 63), "limits.open_files", ERROR, "63", "ulimit -n"),
     (limit("locked_memory", 0, MIB, rdma=()), "limits.locked_memory", OK, "no RDMA device", ""),
     (limit("locked_memory", 0, MIB), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
-    (
-        limit("locked_memory", 0, MIB, may_lock=True),
-        "limits.locked_memory",
-        OK,
-        "IPC_LOCK over",
-        "",
-    ),
+    (limit("locked_memory", 0, MIB, may_lock=True), "limits.locked_memory", OK, "IPC_LOCK", ""),
     (ipc(GPU, ""), "cuda.ipc", OK, "CUDA 13.0", ""),
     (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
     (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
@@ -74,27 +61,10 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
     (read("configured", 1e9, OVER_BOTH), "nixl.read.configured", WARNING, "over 52% on tcp", ""),
     (read("configured", 1e9, "tcp/lo", "tcp"), "nixl.read.configured", WARNING, "tcp/lo", "unset"),
     (read("configured", 1e9, "tcp/lo", "", "2"), "nixl.read.configured", WARNING, "1 G", "sysctl"),
-    (
-        read("tcp", 13e8, "tcp/lo", "tcp"),
-        "nixl.read.tcp",
-        OK,
-        "1.3 GB/s over tcp/lo (UCX_TLS=t",
-        "",
-    ),
+    (read("tcp", 13e8, "tcp/lo", "tcp"), "nixl.read.tcp", OK, "1.3 GB/s over tcp/lo (UCX_T", ""),
     (read("tcp", 0, "", "tcp"), "nixl.read.tcp", WARNING, "fails (UCX_TLS=tcp): it hung", ""),
-    (
-        read("rdma", 4e10, "rc_mlx5/mlx5_0:1", "ib"),
-        "nixl.read.rdma",
-        OK,
-        "40 GB/s over rc_mlx5",
-        "",
-    ),
+    (read("rdma", 4e10, "rc_mlx5/mlx5_0:1", "ib"), "nixl.read.rdma", OK, "40 GB/s over rc_ml", ""),
 ]
-
-
-def check(one: Finding) -> None:
-    told = {key: getattr(one, key) for key in ("family", "found", "why", "fix", "command")}
-    check_finding(one.name, {**told, "severity": str(one.severity)})
 
 
 @pytest.mark.parametrize(
@@ -102,10 +72,11 @@ def check(one: Finding) -> None:
     ROWS,
     ids=[f"{name}-{severity}-{n}" for n, (_, name, severity, *_) in enumerate(ROWS)],
 )
-def test_a_machine_is_complained_of_by_what_it_costs(
+def test_a_machine_has_the_findings_of_its_facts(
     found: Finding, name: str, severity: str, phrase: str, command: str
 ) -> None:
     assert (found.name, found.severity) == (name, severity)
     assert phrase in found.found
     assert found.command.startswith(command)
-    check(found)
+    told = {key: getattr(found, key) for key in ("family", "found", "why", "fix", "command")}
+    check_finding(found.name, {**told, "severity": str(found.severity)})

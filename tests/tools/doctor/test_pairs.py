@@ -17,7 +17,6 @@ KVBUS = "from kvbus.cli import app; app()"
 
 
 async def look_at(*arguments: str) -> Findings:
-    """The findings without the family's name; the doctor has event loops of its own."""
     found = await anyio.to_thread.run_sync(partial(doctor, "--only", "peer", *arguments))
     return {name.removeprefix("peer."): one for name, one in found.items()}
 
@@ -71,9 +70,7 @@ async def test_a_handshake_that_was_refused_is_told_until_one_is_done(fresh: Age
     assert "its NIXL takes connections at" in done["data"]["found"]
 
 
-async def test_agent_never_met_is_asked_with_its_own_key_and_known(
-    fresh: Agents,
-) -> None:
+async def test_agent_never_met_is_asked_with_its_own_key_and_known(fresh: Agents) -> None:
     ring = KeyRing(fresh.folder)
     prefill = ring.prepare(fresh, Role.PREFILL, "p", advertise_host="localhost")
     at, strange = prefill.settings["peer_bind"], ring.pair("stranger").public

@@ -1,9 +1,8 @@
-"""``kvbus doctor --peer --from``: what it says of two agents, by what they say of themselves.
+"""``kvbus doctor --peer --from``: findings about two agents, by what they report of themselves.
 
-The agents are played: they tell what a row of a table has.
+The agents are played: they report what a row of a table has.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,163 +16,126 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 MOUNTS, PIDS = (str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("mnt", "pid"))
 HERE = {"machine": MACHINE, "uid": 7, "mount_namespace": MOUNTS, "pid_namespace": PIDS}
 KEYS = {"p": "p" * 40, "d": "d" * 40}
-Told = dict[str, Any]
+ROUTER = f"trusts the key {KEYS['d']} of the decode agent 'decode-0' as router"
+Status = dict[str, Any]
 
 
-def look_at(prefill: Told, decode: Told, *, ahead_s: float = 0.0) -> Findings:
-    """The findings about a pair of agents that tell this, without the family's name."""
+def of(role: str, view: Status | None = None, **changes: Any) -> Status:
+    return told_by(role, view=view or {}, **changes)
+
+
+def look_at(prefill: Status, decode: Status, *, ahead_s: float = 0.0) -> Findings:
+    """The findings about two agents with these statuses, without the family's name."""
     with agent(prefill, clock_ahead_s=ahead_s) as peer, agent(decode) as reader:
         found = doctor("--only", "peer", "--peer", peer, "--from", reader)
     return {name.removeprefix("peer."): one for name, one in found.items()}
 
 
-def of(role: str, view: Told | None = None, **changes: Any) -> Told:
-    return told_by(role, view=view or {}, **changes)
+def handshake(**view: Any) -> tuple[Status, Status]:
+    return of("prefill"), of("decode", view)
 
 
-prefill, decode = partial(of, "prefill"), partial(of, "decode")
+def keys(of_prefill: Status, of_decode: str) -> tuple[Status, Status]:
+    trusting = {"server_key": of_decode, "roles": ["prefill"]} if of_decode else {}
+    return of("prefill", of_prefill), of("decode", trusting)
+
+
+def places(theirs: Status, ours: Status) -> tuple[Status, Status]:
+    lends = {**HERE, "path": "/nowhere/memory.sock", "pid_namespace": "pid:[2]", **theirs}
+    return of("prefill", engines={"e": True}, sharing=lends), of("decode", sharing={**HERE, **ours})
+
+
+P_KEY, TRUSTS_DECODE = {"server_key": KEYS["p"]}, {"server_key": KEYS["p"], "roles": ["decode"]}
+OTHER_MOUNTS = {"mount_namespace": "mnt:[8]"}
+MAPPED = {"engines": {"e at prefill-0": "open"}}
+NO_ROOM = {"engines": {"e at prefill-0": "no room"}}
+ROWS: list[tuple[tuple[Status, Status], str, str, str]] = [
+    (handshake(num_routes=2, listed=True, connected=True), "handshake", "ok", "routes known: 2"),
+    (handshake(problem="no key"), "handshake", "error", "failed: no key"),
+    (handshake(problem="no key", num_routes=1), "handshake", "warning", "failed: no key"),
+    (handshake(listed=True), "handshake", "note", "listed, not connected"),
+    (handshake(), "handshake", "note", "not listed; no engine"),
+    (keys({}, ""), "keys", "ok", "without keys"),
+    (keys(P_KEY, ""), "keys", "error", "'prefill-0' has a key, the decode agent"),
+    (keys(TRUSTS_DECODE, KEYS["d"]), "keys", "ok", "trusts the key of"),
+    (keys({**P_KEY, "roles": ["router"]}, KEYS["d"]), "keys", "error", ROUTER),
+    (keys(P_KEY, KEYS["d"]), "keys", "error", "as nothing, not as decode"),
+    (places({}, {}), "one_machine", "warning", "TCP: /nowhere/memory.sock is not here"),
+    (places({"uid": 8}, {}), "one_machine", "warning", "it is of uid 8, and the reader of uid 7"),
+    (places({"closed": "mapped = false"}, {}), "one_machine", "warning", "TCP: mapped = false"),
+    (places({"pid_namespace": PIDS}, {}), "one_machine", "ok", "through shared memory: /nowhere"),
+    (places({}, MAPPED), "one_machine", "ok", "can be mapped"),
+    (places({}, NO_ROOM), "one_machine", "warning", "over TCP: no room"),
+    (places(OTHER_MOUNTS, OTHER_MOUNTS), "one_machine", "ok", "can be mapped"),
+    (places({}, OTHER_MOUNTS), "one_machine", "warning", "may not be there for the reader"),
+    (places({"machine": "another"}, {}), "one_machine", "ok", "on two machines"),
+    ((of("prefill"), of("decode", sharing=HERE)), "one_machine", "note", ""),
+    ((of("prefill"), of("decode", sharing=HERE)), "from", "ok", ""),
+    ((of("prefill"), of("decode", sharing={**HERE, "machine": "other"})), "from", "note", ""),
+    ((of("decode"), of("prefill")), "roles", "error", "--from the prefill agent"),
+]
 
 
 @pytest.mark.parametrize(
-    ("view", "severity", "said"),
-    [
-        ({"num_routes": 2, "listed": True, "connected": True}, "ok", "connected, routes known: 2"),
-        ({"problem": "no key"}, "error", "failed: no key"),
-        ({"problem": "no key", "num_routes": 1}, "warning", "failed: no key"),
-        ({"listed": True}, "note", "listed, not connected"),
-        ({}, "note", "not listed; no engine"),
-    ],
+    ("statuses", "name", "severity", "text"),
+    ROWS,
+    ids=[f"{name}-{severity}-{n}" for n, (_, name, severity, _) in enumerate(ROWS)],
 )
-def test_what_came_of_handshakes(view: Told, severity: str, said: str) -> None:
-    found = look_at(prefill(), decode(view))
+def test_each_finding_follows_from_both_statuses(
+    statuses: tuple[Status, Status], name: str, severity: str, text: str
+) -> None:
+    found = look_at(*statuses)
+    one = found[name]
 
-    assert found["handshake"]["severity"] == severity
-    assert said in found["handshake"]["found"]
+    assert one["severity"] == severity
+    assert text in one["found"]
+    if name == "keys":
+        needs_trust = " trusts the key d" in one["found"]
+        assert ("kvbus keys trust FILE" in one["command"]) == needs_trust
+    if name == "from":
+        assert ("run this on that machine" in one["why"]) == (severity == "note")
+    if name == "roles":
+        assert not found.keys() & {"keys", "handshake"}
 
 
-def test_what_each_says_is_wrong_with_it_is_told_with_what_to_do() -> None:
+def test_faults_that_agents_report_are_shown_with_what_to_do() -> None:
     silent, lost = [{"what": what, "do": "See."} for what in ("it is silent", "lines are lost")]
 
-    found = look_at(prefill(), decode(faults=[silent, lost], **sharing()))
+    found = look_at(of("prefill"), of("decode", faults=[silent, lost], sharing=HERE))
 
-    assert (
-        found["faults"]["found"] == "what is wrong is told with a key, or to the user of the agent"
-    )
+    hidden = "what is wrong is told with a key, or to the user of the agent"
+    assert found["faults"]["found"] == hidden
     assert found["reader_faults"]["severity"] == "warning"
     assert found["reader_faults"]["found"] == "it is silent; lines are lost"
     assert found["reader_faults"]["fix"] == "See."
 
 
-@pytest.mark.parametrize(
-    ("of_prefill", "of_decode", "severity", "said"),
-    [
-        ({}, {}, "ok", "without keys"),
-        ({"server_key": KEYS["p"]}, {}, "error", "'prefill-0' has a key, the decode agent"),
-        ({"server_key": KEYS["p"], "roles": ["decode"]}, KEYS["d"], "ok", "trusts the key of"),
-        (
-            {"server_key": KEYS["p"], "roles": ["router"]},
-            KEYS["d"],
-            "error",
-            f"trusts the key {KEYS['d']} of the decode agent 'decode-0' as router",
-        ),
-        ({"server_key": KEYS["p"]}, KEYS["d"], "error", "as nothing, not as decode"),
-    ],
-)
-def test_each_agent_must_trust_key_of_other_in_its_role(
-    of_prefill: Told, of_decode: Any, severity: str, said: str
-) -> None:
-    trusting = {"server_key": of_decode, "roles": ["prefill"]} if of_decode else {}
-
-    keys = look_at(prefill(of_prefill), decode(trusting))["keys"]
-
-    assert keys["severity"] == severity
-    assert said in keys["found"]
-    assert ("kvbus keys trust FILE" in keys["command"]) == (" trusts the key d" in keys["found"])
-
-
-def sharing(**changes: Any) -> Told:
-    return {"sharing": {**HERE, **changes}}
-
-
-LENDS = {"path": "/nowhere/memory.sock", "pid_namespace": "pid:[2]"}
-OTHER_MOUNTS = {"mount_namespace": "mnt:[8]"}
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "severity", "said"),
-    [
-        ({}, {}, "warning", "over TCP: /nowhere/memory.sock is not here"),
-        ({"uid": 8}, {}, "warning", "over TCP: it is of uid 8, and the reader of uid 7"),
-        ({"closed": "mapped = false"}, {}, "warning", "over TCP: mapped = false"),
-        ({"pid_namespace": PIDS}, {}, "ok", "through shared memory: /nowhere"),
-        ({}, {"engines": {"e at prefill-0": "open"}}, "ok", "can be mapped"),
-        ({}, {"engines": {"e at prefill-0": "no room"}}, "warning", "over TCP: no room"),
-        (OTHER_MOUNTS, OTHER_MOUNTS, "ok", "can be mapped"),
-        ({}, OTHER_MOUNTS, "warning", "may not be there for the reader"),
-        ({"machine": "another"}, {}, "ok", "on two machines"),
-    ],
-)
-def test_how_kv_comes_is_told_by_what_both_say_of_their_places(
-    theirs: Told, ours: Told, severity: str, said: str
-) -> None:
-    lends = prefill(engines={"e": True}, **sharing(**{**LENDS, **theirs}))
-
-    found = look_at(lends, decode(**sharing(**ours)))
-
-    assert found["one_machine"]["severity"] == severity
-    assert said in found["one_machine"]["found"]
-
-
 @pytest.mark.parametrize(("ahead_s", "severity"), [(0.0, "ok"), (-5.0, "warning")])
 def test_its_clock_is_compared_with_that_of_this_machine(ahead_s: float, severity: str) -> None:
-    clock = look_at(prefill(), decode(), ahead_s=ahead_s)["clock"]
+    clock = look_at(of("prefill"), of("decode"), ahead_s=ahead_s)["clock"]
 
     assert clock["severity"] == severity
     assert clock["values"]["ahead_s"] == pytest.approx(ahead_s, abs=0.5)
 
 
-def test_wrong_roles_end_the_comparison() -> None:
-    found = look_at(decode(), prefill())
+def test_closed_ports_and_unknown_hosts_are_named() -> None:
+    port = free_port()
 
-    assert found["roles"]["severity"] == "error"
-    assert "--from the prefill agent" in found["roles"]["found"]
-    assert not found.keys() & {"keys", "handshake"}
-
-
-@pytest.mark.parametrize(("machine", "severity"), [(MACHINE, "ok"), ("another", "note")])
-def test_the_ways_are_those_of_the_machine_that_looks(machine: str, severity: str) -> None:
-    found = look_at(prefill(), decode(**sharing(machine=machine)))
-
-    assert found["from"]["severity"] == severity
-    assert ("run this on that machine" in found["from"]["why"]) == (machine == "another")
-
-
-def test_where_agents_run_is_not_told_to_strangers_and_noted() -> None:
-    assert look_at(prefill(), decode(**sharing()))["one_machine"]["severity"] == "note"
-
-
-def test_an_agent_of_this_side_that_does_not_answer_is_an_error() -> None:
-    with agent(prefill()) as peer:
+    closed = doctor("--only", "peer", "--peer", f"tcp://127.0.0.1:{port}")
+    nowhere = doctor("--only", "peer", "--peer", "tcp://nowhere.invalid:7701")
+    with agent(of("prefill")) as peer:
         found = doctor("--only", "peer", "--peer", peer, "--from", "tcp://127.0.0.1:1")
 
+    assert list(closed) == list(nowhere) == ["peer.socket"]
+    assert f"127.0.0.1:{port}: Connection refused" in closed["peer.socket"]["found"]
+    assert "'nowhere.invalid'" in nowhere["peer.socket"]["found"]
     assert found["peer.from"]["severity"] == "error"
     assert "Connection refused" in found["peer.from"]["found"]
     assert "peer.roles" not in found
 
 
-def test_closed_port_and_unknown_host_are_named() -> None:
-    port = free_port()
-
-    closed = doctor("--only", "peer", "--peer", f"tcp://127.0.0.1:{port}")
-    nowhere = doctor("--only", "peer", "--peer", "tcp://nowhere.invalid:7701")
-
-    assert list(closed) == list(nowhere) == ["peer.socket"]
-    assert f"127.0.0.1:{port}: Connection refused" in closed["peer.socket"]["found"]
-    assert "'nowhere.invalid'" in nowhere["peer.socket"]["found"]
-
-
-def test_a_way_that_loses_large_packets_is_thought_of() -> None:
-    with agent(prefill(), is_lost=lambda _, body: bool(body.get("echo"))) as peer:
+def test_a_path_that_loses_large_packets_is_an_error() -> None:
+    with agent(of("prefill"), is_lost=lambda _, body: bool(body.get("echo"))) as peer:
         found = doctor("--only", "peer", "--peer", peer)["peer.packets"]
 
     assert found["severity"] == "error"

@@ -12,8 +12,6 @@ LAST_WORDS = "its last words"
 
 
 class Answering:
-    """What it can be asked."""
-
     async def echo(self, after_s: float = 0.0, **given: object) -> object:
         await asyncio.sleep(after_s)
         return given

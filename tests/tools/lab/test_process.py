@@ -28,9 +28,7 @@ async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path)
     assert was_late
 
 
-async def test_error_in_process_refuses_one_question_only(
-    tmp_path: Path,
-) -> None:
+async def test_error_in_process_refuses_one_question_only(tmp_path: Path) -> None:
     async with answering(tmp_path) as process:
         with pytest.raises(RequestRefused, match="no room") as refused:
             await process.ask(int, "refuse")
@@ -40,9 +38,7 @@ async def test_error_in_process_refuses_one_question_only(
     assert after == {}
 
 
-async def test_process_end_ends_block_and_tells_last_cells(
-    tmp_path: Path,
-) -> None:
+async def test_process_end_ends_block_and_tells_last_cells(tmp_path: Path) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match=LAST_WORDS), flatten_subgroups=True):
         async with answering(tmp_path) as process:
             await process.ask(int, "end")

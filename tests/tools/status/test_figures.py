@@ -77,10 +77,7 @@ def test_there_is_no_rate_without_two_looks_at_one_process(before: Live | None) 
 def test_what_all_agents_do_stands_above_what_any_of_them_holds() -> None:
     prefill = structs.replace(STATUS, agent_id="p", role=AgentRole.PREFILL, counts={"offers": 1})
     before, now = look(1.0), look(2.0, {"kvbus_read_bytes_total": 5e5})
-    views = {
-        "p": Between(structs.replace(now, status=prefill), before),
-        "d": Between(now, before),
-    }
+    views = {"p": Between(structs.replace(now, status=prefill), before), "d": Between(now, before)}
 
     rows = [line.split() for line in text_of(screen(views)).splitlines()]
 

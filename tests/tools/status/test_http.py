@@ -1,4 +1,4 @@
-"""``kvbus status``: the token of an agent goes to that agent, whatever a server or a proxy says."""
+"""``kvbus status`` sends the token of an agent to that agent alone."""
 
 import json
 from collections.abc import Iterator
