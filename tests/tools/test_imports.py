@@ -7,6 +7,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -232,15 +233,16 @@ def _kvbus_rooms(path: Path) -> Iterator[str]:
             yield parts[1]
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache
+def _imports(path: Path) -> list[str]:
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "kvbus":
-                yield from (f"kvbus.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            names = [f"kvbus.{alias.name}" for alias in node.names]
+            found += names if node.module == "kvbus" else [node.module]
+    return found
 
 
 def test_engines_import_nothing_only_agents_or_commands_need() -> None:
