@@ -54,9 +54,10 @@ SKIPS = """
 def test_it(n): pytest.skip(n)
 """
 DEATHS = """
-@pytest.mark.parametrize("n", range(6))
+@pytest.mark.parametrize("n", range(5))
 def test_a_library_aborts_the_first_time(n):
     if first_time(n):
+        time.sleep(0.2)  # the controller may send something, and fails if it cannot
         os._exit(1)
 
 @pytest.mark.parametrize("n", range(100))
@@ -141,8 +142,8 @@ SUITES = {
         DEATHS,
         1,
         (
-            COUNTS % (107, 99, 0, 8, 0),
-            "7 tests to run again are more than bad luck",
+            COUNTS % (106, 99, 0, 7, 0),
+            "6 tests to run again are more than bad luck",
             f"failed, and needs no process: {PURE}::test_a_flake",
         ),
         pure=FLAKE,
