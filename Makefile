@@ -106,7 +106,7 @@ chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under loa
 survivor: $(INSTALLED) $(KERNEL) ## Kill, stop, cut and move agents; no request may fail: SEED=1 EVENTS=1000
 	@$(BIN)/python -m tests.tools.survivor --seed $(SEED) --events $(EVENTS)
 
-soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
+soak: $(INSTALLED) $(KERNEL) ## Hand off for long, and see whether the agents grow: MINUTES=60 CAPS=small
 	@$(BIN)/python -m tests.tools.chaos --soak $(CAPS) --minutes $(MINUTES)
 
 mutants: $(INSTALLED) $(INSTALLED_VLLM) $(KERNEL) ## Break the code in known ways: tests must see each
