@@ -39,7 +39,7 @@ RELEASE_WITHIN_S = 10.0
 AGENT_ENDED = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.PEER_LOST)
 
 
-class FetchState(PendingRequest[StartFetch]):
+class FetchRequest(PendingRequest[StartFetch]):
     """A fetch in the link's event loop."""
 
     def __init__(
@@ -99,7 +99,7 @@ class FetchState(PendingRequest[StartFetch]):
                 self.call_last()
 
 
-class Fetches(RequestRetrier[FetchState]):
+class Fetches(RequestRetrier[FetchRequest]):
     """The fetches of one engine; with ``has_remote_ranks``, other agents write, too."""
 
     def __init__(
@@ -116,8 +116,8 @@ class Fetches(RequestRetrier[FetchState]):
         self.runner, self._engine, self._has_remote_ranks = runner, engine, has_remote_ranks
         self._request_timeout_s = request_timeout_s
         self.releases = _Releases(self, logger)
-        self._fetches: dict[str, FetchState] = {}
-        self._away: dict[FetchState, Connection] = {}
+        self._fetches: dict[str, FetchRequest] = {}
+        self._away: dict[FetchRequest, Connection] = {}
         """Until the last process of the lost agent has ended."""
 
     def new(
@@ -127,21 +127,21 @@ class Fetches(RequestRetrier[FetchState]):
         num_tokens: int | None,
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
-    ) -> FetchState:
+    ) -> FetchRequest:
         """Make a fetch, in any thread; copy the ids. Raises `GeometryError`."""
         message = fetch_message(
             self._engine, ticket, num_tokens=num_tokens, block_ids=block_ids, **options
         )
         overdue_s = message.timeout_s or self._request_timeout_s
-        return FetchState(
+        return FetchRequest(
             self.runner, message, options.get("on_landed"), time.monotonic() + overdue_s
         )
 
-    def sent(self, one: FetchState, connection: Connection) -> None:
+    def sent(self, one: FetchRequest, connection: Connection) -> None:
         one.connection = connection
         self._fetches[one.fetch_id] = one
 
-    def accepted(self, one: FetchState, reply: Fetched) -> None:
+    def accepted(self, one: FetchRequest, reply: Fetched) -> None:
         if one.notice is not None:  # it has ended: the reply can only free the blocks
             if reply.blocks_free:
                 self._free(one.fetch_id)
@@ -150,7 +150,7 @@ class Fetches(RequestRetrier[FetchState]):
             self._fetches.pop(one.fetch_id, None)
         one.end(reply)
 
-    def on_refusal(self, connection: Connection, one: FetchState, error: KVBusError) -> None:
+    def on_refusal(self, connection: Connection, one: FetchRequest, error: KVBusError) -> None:
         """Without a clear refusal, the agent may have begun it: the blocks stay in doubt."""
         if connection.lost is not None:
             return  # `on_lost` ends it
@@ -161,18 +161,18 @@ class Fetches(RequestRetrier[FetchState]):
                 return
         super().on_refusal(connection, one, error)
 
-    def refused(self, one: FetchState, error: KVBusError) -> None:
+    def refused(self, one: FetchRequest, error: KVBusError) -> None:
         is_lost = one.is_repeated and not isinstance(error, RequestRefused)
         self._end(one, failed(one, error, stage=LOST if is_lost else REQUESTED), error)
 
-    def wait(self, one: FetchState, error: KVBusError) -> None:
+    def wait(self, one: FetchRequest, error: KVBusError) -> None:
         if one.is_repeated and self._is_followed:
             left_s = one.left_s(self._agent_wait_s)
             self._later(one, left_s, partial(self.refused, one, error), error)
         else:
             super().wait(one, error)
 
-    def cancel(self, fetch: FetchState, release_offer: bool, done: Completion[None]) -> None:
+    def cancel(self, fetch: FetchRequest, release_offer: bool, done: Completion[None]) -> None:
         is_away, is_waiting = fetch in self._away, self.remove(fetch)
         if is_away or is_waiting:
             error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
@@ -280,20 +280,20 @@ class Fetches(RequestRetrier[FetchState]):
             else:
                 self._resubmit(fetch)
 
-    def _overdue(self, fetch: FetchState, error: KVBusError) -> None:
+    def _overdue(self, fetch: FetchRequest, error: KVBusError) -> None:
         fetch.end(failed(fetch, error, stage=LOST, blocks_free=False))
 
-    def _lose(self, fetch: FetchState, error: KVBusError) -> None:
+    def _lose(self, fetch: FetchRequest, error: KVBusError) -> None:
         self._remove_away(fetch)
         fetch.end(failed(fetch, error, stage=LOST, blocks_free=False))
         fetch.free(error)
 
-    def _remove_away(self, fetch: FetchState) -> None:
+    def _remove_away(self, fetch: FetchRequest) -> None:
         self._away.pop(fetch, None)
         if fetch.timer is not None:
             fetch.timer.cancel()
 
-    def _end(self, fetch: FetchState, ended: Fetched, error: KVBusError) -> None:
+    def _end(self, fetch: FetchRequest, ended: Fetched, error: KVBusError) -> None:
         is_unconfirmed = fetch.is_repeated and self._has_remote_ranks
         is_known = fetch in self._away or self._fetches.get(fetch.fetch_id) is fetch
         fetch.end(replace(ended, blocks_free=not (is_unconfirmed or is_known)))
@@ -341,11 +341,11 @@ class _Releases:
             else:
                 asyncio.get_running_loop().call_later(RELEASE_WITHIN_S, self._give_up, fetch)
 
-    def _give_up(self, fetch: FetchState) -> None:
+    def _give_up(self, fetch: FetchRequest) -> None:
         if fetch.notice is None:  # otherwise it was released, or is queued again
             self._fetches.cancel(fetch, True, Completion())
 
-    def _on_ended(self, ticket: dict[str, Any], fetch: FetchState) -> None:
+    def _on_ended(self, ticket: dict[str, Any], fetch: FetchRequest) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
         if notice is None or notice.stage == LOST or notice.code in AGENT_ENDED:
@@ -363,7 +363,7 @@ class _Releases:
 
 
 def failed(
-    fetch: FetchState, error: KVBusError, *, stage: str, blocks_free: bool = True
+    fetch: FetchRequest, error: KVBusError, *, stage: str, blocks_free: bool = True
 ) -> Fetched:
     return Fetched(
         fetch_id=fetch.fetch_id,

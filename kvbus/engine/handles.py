@@ -4,10 +4,10 @@ from collections.abc import Generator, Mapping
 from functools import partial
 from typing import Any
 
-from kvbus.engine.fetches import Fetches, FetchState
+from kvbus.engine.fetches import Fetches, FetchRequest
 from kvbus.engine.later import Completion, Handle, Runner
 from kvbus.engine.messages import BlockIds, end_of, tables_of
-from kvbus.engine.offers import Change, Offers, OfferState
+from kvbus.engine.offers import Change, OfferRequest, Offers
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import ExtendOffer, Fetched, Outcome, SealOffer, WithdrawOffer
 from kvbus.protocol.ticket import packed_tables
@@ -24,7 +24,7 @@ class Offer(Handle):
     when the agent exits or reports the end.
     """
 
-    def __init__(self, runner: Runner, offers: Offers, state: OfferState) -> None:
+    def __init__(self, runner: Runner, offers: Offers, state: OfferRequest) -> None:
         self._runner, self._offers, self._state = runner, offers, state
         self.request_id = state.message.request_id
         self.made: Completion[dict[str, Any]] = state.made
@@ -120,7 +120,7 @@ class Fetch(Handle):
     blocks: close the engine's links and register new memory.
     """
 
-    def __init__(self, fetches: Fetches, state: FetchState) -> None:
+    def __init__(self, fetches: Fetches, state: FetchRequest) -> None:
         self._fetches, self._state = fetches, state
         self.fetch_id = state.fetch_id
         self.ended: Completion[Fetched] = state.ended

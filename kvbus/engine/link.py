@@ -19,7 +19,7 @@ from kvbus.engine.fetches import Fetches
 from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion, EndedQueue, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_message
-from kvbus.engine.offers import Offers, OfferState
+from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.engine.retrying import RequestRetrier
 from kvbus.errors import (
@@ -239,7 +239,7 @@ class Link:
         ids. The offer raises the agent's refusal.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
-        state = OfferState(self.runner, message, time.monotonic() + self._request_timeout_s)
+        state = OfferRequest(self.runner, message, time.monotonic() + self._request_timeout_s)
         offer = Offer(self.runner, self._offers, state)
         state.on_end = partial(self._over.note, offer)
         self.runner.post(partial(self._offers.submit, state))

@@ -52,7 +52,7 @@ Change = Callable[[str], Request[Empty]]
 """Makes the request from the id of the offer."""
 
 
-class OfferState(PendingRequest[MakeOffer]):
+class OfferRequest(PendingRequest[MakeOffer]):
     """An offer in the link's event loop: what the agent knows, and what it still has to get.
 
     An offer without an agent is *away*, until the next one gets it.
@@ -225,13 +225,13 @@ class OfferState(PendingRequest[MakeOffer]):
 # the offer expires.
 
 
-class Offers(RequestRetrier[OfferState]):
+class Offers(RequestRetrier[OfferRequest]):
     def __init__(self, cells: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
-        self._offers: dict[str, OfferState] = {}
-        self._requested: dict[OfferState, None] = {}
+        self._offers: dict[str, OfferRequest] = {}
+        self._requested: dict[OfferRequest, None] = {}
         """Those that an agent may make."""
-        self._expiries: dict[OfferState, asyncio.TimerHandle] = {}
+        self._expiries: dict[OfferRequest, asyncio.TimerHandle] = {}
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
         self._cells = None if cells is None else CellNames(cells.swap)
@@ -262,14 +262,14 @@ class Offers(RequestRetrier[OfferState]):
             self._publish_again(offer, connection)
         super().opened(connection)
 
-    def submit(self, one: OfferState) -> None:
+    def submit(self, one: OfferRequest) -> None:
         if self._cells is not None:
             one.use_cell(self._cells)
         if self.connection is not None:
             self._requested[one] = None
         super().submit(one)
 
-    def change(self, offer: OfferState, make: Change, done: Completion[None]) -> None:
+    def change(self, offer: OfferRequest, make: Change, done: Completion[None]) -> None:
         """Send the change now, or keep it until an agent has made the offer."""
         message = make(offer.offer_id)
         is_end = isinstance(message, WithdrawOffer)
@@ -296,7 +296,7 @@ class Offers(RequestRetrier[OfferState]):
 
     def _on_changed(
         self,
-        offer: OfferState,
+        offer: OfferRequest,
         message: Request[Empty],
         done: Completion[None],
         reply: Empty | KVBusError,
@@ -319,12 +319,12 @@ class Offers(RequestRetrier[OfferState]):
                 offer.error = reply
                 self.change(offer, WithdrawOffer, Completion())
 
-    def accepted(self, one: OfferState, reply: OfferMade) -> None:
+    def accepted(self, one: OfferRequest, reply: OfferMade) -> None:
         self._requested.pop(one, None)
         self._offers[reply.offer_id] = one
         self._begin(one, self.connection, reply)
 
-    def on_refusal(self, connection: Connection, one: OfferState, error: KVBusError) -> None:
+    def on_refusal(self, connection: Connection, one: OfferRequest, error: KVBusError) -> None:
         """Without a clear refusal, the agent may have made it."""
         if connection.lost is None and not isinstance(error, RequestRefused):
             one.give_up(error)
@@ -337,7 +337,7 @@ class Offers(RequestRetrier[OfferState]):
         else:
             self.refused(one, error)
 
-    def refused(self, one: OfferState, error: KVBusError) -> None:
+    def refused(self, one: OfferRequest, error: KVBusError) -> None:
         self._requested.pop(one, None)
         one.end(error)
 
@@ -380,13 +380,13 @@ class Offers(RequestRetrier[OfferState]):
         for offer in list(self._offers.values()):
             self._end(offer, error)
 
-    def _begin(self, offer: OfferState, connection: Connection | None, made: OfferMade) -> None:
+    def _begin(self, offer: OfferRequest, connection: Connection | None, made: OfferMade) -> None:
         has_ended = offer.ended.done()
         offer.begin(connection, made)
         if not has_ended and offer.error is not None:
             self.change(offer, WithdrawOffer, Completion())
 
-    def _publish_again(self, offer: OfferState, connection: Connection) -> None:
+    def _publish_again(self, offer: OfferRequest, connection: Connection) -> None:
         if (expiry := self._expiries.pop(offer, None)) is not None:
             expiry.cancel()
         try:
@@ -397,14 +397,14 @@ class Offers(RequestRetrier[OfferState]):
                 self._end(offer, error)
 
     def _on_published_again(
-        self, offer: OfferState, connection: Connection, reply: OfferMade | KVBusError
+        self, offer: OfferRequest, connection: Connection, reply: OfferMade | KVBusError
     ) -> None:
         if not isinstance(reply, KVBusError):
             self._begin(offer, connection, reply)
         elif connection.lost is None and reply.code not in NOT_BEGUN:
             self._end(offer, reply)
 
-    def _expire(self, offer: OfferState) -> None:
+    def _expire(self, offer: OfferRequest) -> None:
         """Check again, as extensions add time."""
         left_s = offer.expires_at - time.monotonic()
         if left_s > 0:
@@ -413,11 +413,11 @@ class Offers(RequestRetrier[OfferState]):
         else:
             self._end(offer, Outcome.EXPIRED)
 
-    def _complete(self, offer: OfferState, commits: tuple[int, ...]) -> None:
+    def _complete(self, offer: OfferRequest, commits: tuple[int, ...]) -> None:
         self._ended.append((time.monotonic(), offer.as_ended(commits)))
         self._end(offer, Outcome.COMPLETED)
 
-    def _end(self, offer: OfferState, outcome: Outcome | KVBusError) -> None:
+    def _end(self, offer: OfferRequest, outcome: Outcome | KVBusError) -> None:
         self._offers.pop(offer.offer_id, None)
         if (expiry := self._expiries.pop(offer, None)) is not None:
             expiry.cancel()

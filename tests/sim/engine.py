@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from kvbus.bus import RequestClient, new_boot_id
 from kvbus.engine import Connection, Offer, Runner
 from kvbus.engine.messages import offer_message
-from kvbus.engine.offers import Offers, OfferState
+from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.errors import ClosedError, KVBusError, PeerLost
 from kvbus.geometry import (
     AxisName,
@@ -391,7 +391,7 @@ class PrefillEngine(SimEngine):
 
     def _new_link(self) -> None:
         self._offers, self._instance = Offers(self._page), uuid.uuid4().hex
-        self._states: dict[Offer, OfferState] = {}
+        self._states: dict[Offer, OfferRequest] = {}
 
     def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
         yield from super().segments_of(rank)
@@ -456,7 +456,7 @@ class PrefillEngine(SimEngine):
             ttl_s=plan.ttl_s,
             transfer_id=plan.transfer_id,
         )
-        state = OfferState(self._runner, message, self.process.loop.time() + REQUEST_S)
+        state = OfferRequest(self._runner, message, self.process.loop.time() + REQUEST_S)
         offer = handoff.offer = Offer(self._runner, self._offers, state)
         self._states[offer] = state
         state.on_end = partial(self._take_back, handoff, offer)

@@ -7,9 +7,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvbus.engine import Connection, Fetch, Offer, Runner
-from kvbus.engine.fetches import Fetches, FetchState
+from kvbus.engine.fetches import Fetches, FetchRequest
 from kvbus.engine.messages import offer_message
-from kvbus.engine.offers import Offers, OfferState
+from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.memory.attach import AgentLife
@@ -109,7 +109,7 @@ class RecordedFetches(Fetches):
             logger=logging.getLogger("kvbus.engine"),
             **options,
         )
-        self.state_of: WeakKeyDictionary[Fetch, FetchState] = WeakKeyDictionary()
+        self.state_of: WeakKeyDictionary[Fetch, FetchRequest] = WeakKeyDictionary()
         if connection is not None:
             self.opened(connection)
 
@@ -126,14 +126,14 @@ class RecordedOffers(Offers):
 
     def __init__(self, connection: Recording | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.state_of: WeakKeyDictionary[Offer, OfferState] = WeakKeyDictionary()
+        self.state_of: WeakKeyDictionary[Offer, OfferRequest] = WeakKeyDictionary()
         if connection is not None:
             self.opened(connection)
 
     def offer(self, num_tokens: int = 0, block_ids: Any = None, **asked: Any) -> Offer:
         message = offer_message("r", num_tokens, block_ids or {}, **asked)
         assert message.sent_s is not None
-        state = OfferState(runner(), message, message.sent_s + PATIENCE_S)
+        state = OfferRequest(runner(), message, message.sent_s + PATIENCE_S)
         offer = Offer(runner(), self, state)
         self.state_of[offer] = state
         self.submit(state)
