@@ -3,7 +3,6 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from anyio.abc import TaskStatus
 
 from kvbus.agent.engine_directory import EngineDirectory
 from kvbus.agent.runtime import Runtime
-from kvbus.agent.service import Agent, Service
+from kvbus.agent.service import Service
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.errors import KVBusError
 from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
@@ -22,14 +21,17 @@ from kvbus_decode.decode_service import DecodeService
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.prefill_service import PrefillService
 from tests.sim.data import Machines, SimChild, SimData
-from tests.sim.network import Network, Process
-from tests.sim.world import World
+from tests.sim.network import Process, SimContext
 
-PEER_PORT, EVENTS_PORT = 7000, 7001
+SLOTS = {"staging_bytes": 16 << 12, "slot_bytes": 1 << 12}
+KINDS: dict[AgentRole, tuple[Any, Any]] = {
+    AgentRole.PREFILL: (PrefillConfig, PrefillService),
+    AgentRole.DECODE: (DecodeConfig, DecodeService),
+}
 
 
 class SimAttach:
-    """The attach connection of an engine process: hands over messages and memory, and ends."""
+    """The attach connection of an engine process."""
 
     def __init__(self, agent: "SimAgent", on_hung_up: Callable[["SimAttach"], None]) -> None:
         self.agent, self._on_hung_up = agent, on_hung_up
@@ -48,12 +50,11 @@ class SimAttach:
     def end(self) -> None:
         if self.is_open and self.agent.process.is_alive:
             self.is_open = False
-            self.agent.process.loop.call_soon(
-                self.agent.engines.on_attach_closed, cast("AttachConnection", self)
-            )
+            on_closed = self.agent.engines.on_attach_closed
+            self.agent.process.loop.call_soon(on_closed, cast("AttachConnection", self))
 
     def pass_on(self, message: Any, fds: list[int], on_reply: Callable[[Any], None]) -> None:
-        """Hand one message over; the reply, or the error, comes later."""
+        """Send a message; the reply, or the error, comes later."""
         self.agent.process.loop.call_soon(self._start, message, fds, on_reply)
 
     def _start(self, message: Any, fds: list[int], on_reply: Callable[[Any], None]) -> None:
@@ -66,20 +67,20 @@ class SimAttach:
         reply: Any
         try:
             reply = await self.agent.engines.on_attach_message(connection, asked, fds)
-            if isinstance(reply, PassingAnswer):  # the end of an agent is seen without a lifeline
-                close_fds(reply.fds)
+            if isinstance(reply, PassingAnswer):
+                close_fds(reply.fds)  # no lifeline is needed here
         except KVBusError as error:
             reply = error
         self.agent.world.after(0.0, on_reply, reply)
 
 
 class _NoAttachServer:
-    """Stands for the attach server: engines come by `SimAttach`."""
+    """Stands for the attach server: engines use `SimAttach`."""
 
     num_refused = num_malformed = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Where it would be, and whom it would tell."""
+        """Do nothing."""
 
     async def serve(self, *, task_status: TaskStatus[None]) -> None:
         task_status.started()
@@ -87,7 +88,7 @@ class _NoAttachServer:
 
 
 class _LoopClock:
-    """The clock of the process that looks at it."""
+    """The clock of the process that reads it."""
 
     @staticmethod
     def monotonic() -> float:
@@ -103,34 +104,25 @@ IN_A_WORLD: dict[str, dict[str, Any]] = {
     "kvbus.engine.offers": {"time": _LoopClock},
     "kvbus.engine.retrying": {"time": _LoopClock},
 }
-"""What a module has by these names in a simulated process. KV is small here, and so is the rest."""
+"""Replacements of names, by module. KV is small here, and so are limits."""
 
 
 class SimAgent:
-    """One process of an agent, as `Runtime` wires it; who starts it again makes another."""
+    """One process of an agent, as `Runtime` wires it."""
 
     def __init__(
-        self,
-        world: World,
-        network: Network,
-        machines: Machines,
-        *,
-        role: AgentRole,
-        number: int,
-        boot_number: int,
-        settings: dict[str, Any],
+        self, machines: Machines, role: AgentRole, number: int, settings: dict[str, Any]
     ) -> None:
-        self.world, self.network, self.role, self.number = world, network, role, number
+        self.world, self.role = machines.world, role
         host = f"10.{1 if role is AgentRole.PREFILL else 2}.0.{number + 1}"
         self.name = f"{role}-{number}"
-        self.process = Process(self.name, host, world.new_loop(f"{self.name}/{boot_number}"))
-        self.boot = ""
+        self.process = Process(self.name, host, self.world.new_loop(self.name))
         self.has_data = self.has_started = False
         self.started_at = 0.0
         self._machines, self._settings = machines, settings
         self._stopping: anyio.Event
         self.main = self.process.loop.create_task(self._run())
-        world.watch(self.main, self.process.loop)
+        self.world.watch(self.main, self.process.loop)
 
     @property
     def host(self) -> str:
@@ -138,7 +130,7 @@ class SimAgent:
 
     @property
     def peer_endpoint(self) -> str:
-        return f"tcp://{self.host}:{PEER_PORT}"
+        return f"tcp://{self.host}:7000"
 
     @property
     def is_up(self) -> bool:
@@ -146,7 +138,7 @@ class SimAgent:
 
     @property
     def child(self) -> SimChild | None:
-        """Its data process, if one is running."""
+        """The data process, if one is running."""
         child = self.data.child if self.has_data else None
         return child if child is not None and child.is_alive else None
 
@@ -159,11 +151,8 @@ class SimAgent:
         return self.runtime.service
 
     def stop(self) -> None:
-        """As SIGTERM: it drains, and ends."""
-        self.process.loop.call_soon(self._stop)
-
-    def _stop(self) -> None:
-        self._stopping.set()
+        """As SIGTERM."""
+        self.process.loop.call_soon(lambda: self._stopping.set())  # noqa: PLW0108  # made by then
 
     async def _signals(self) -> AsyncIterator[signal.Signals]:
         await self._stopping.wait()
@@ -171,8 +160,11 @@ class SimAgent:
         await anyio.sleep_forever()
 
     async def _run(self) -> None:
-        self.boot, self._stopping = new_boot_id(), anyio.Event()
-        config = self._config()
+        boot, self._stopping = new_boot_id(), anyio.Event()
+        new_config, new_service = KINDS[self.role]
+        fixed = {"agent_id": self.name, "runtime_dir": f"/{self.name}", "mapped": False}
+        fixed |= {"peer_bind": self.peer_endpoint, "events_bind": f"tcp://{self.host}:7001"}
+        config = new_config(**{**fixed, **SLOTS, **self._settings})
         self.data = SimData(
             self._machines,
             self.process,
@@ -186,37 +178,16 @@ class SimAgent:
             self.runtime = await Runtime.start(
                 self.role,
                 config,
-                partial(_service, config),
-                boot=self.boot,
-                context=cast("BusContext", self.network.context(self.process)),
+                lambda agent: new_service(agent, config),
+                boot=boot,
+                context=cast("BusContext", SimContext(self._machines.network, self.process)),
                 tasks=self.tasks,
                 data=self.data,
                 interfaces=(),
             )
             self.has_started, self.started_at = True, self.world.now
             await self.runtime.end(self._signals())
-            await anyio.sleep(0.1)  # last notices
+            await anyio.sleep(0.1)  # for the last notices
             self.has_started = False
             await self.data.close()
             self.tasks.cancel_scope.cancel()
-
-    def _config(self) -> DecodeConfig | PrefillConfig:
-        fixed: dict[str, Any] = {
-            "agent_id": self.name,
-            "runtime_dir": f"/{self.name}",
-            "peer_bind": self.peer_endpoint,
-            "events_bind": f"tcp://{self.host}:{EVENTS_PORT}",
-            "mapped": False,
-            "staging_bytes": 16 << 12,
-            "slot_bytes": 1 << 12,
-            **self._settings,
-        }
-        if self.role is AgentRole.PREFILL:
-            return PrefillConfig(**fixed)
-        return DecodeConfig(**fixed)
-
-
-def _service(config: DecodeConfig | PrefillConfig, agent: Agent) -> Service:
-    if isinstance(config, PrefillConfig):
-        return PrefillService(agent, config)
-    return DecodeService(agent, config)

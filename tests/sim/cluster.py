@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -30,14 +31,10 @@ CLEAN_S = 120.0
 """So long after that agents may hold something."""
 ORPHAN_S = 1e-3
 """How long a data process outlives its agent's control process."""
-
-
 PLAIN = Shape()
 
 
 class FaultKind(StrEnum):
-    """What can go wrong."""
-
     CRASH_AGENT = "crash_agent"
     FREEZE_AGENT = "freeze_agent"
     """Both of its processes."""
@@ -59,7 +56,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong; a cut is between agents ``number`` and ``other``."""
+    """A cut is between agents ``number`` and ``other``."""
 
     kind: FaultKind
     _: KW_ONLY
@@ -72,8 +69,6 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a world is like."""
-
     pairs: int = 1
     prefill: Shape = PLAIN
     decode: Shape = PLAIN
@@ -90,10 +85,7 @@ class Settings:
 
 
 class Cluster:
-    """A world with its processes: `give` it requests, have it `suffer` faults, and `settle` it.
-
-    Each of these raises `Violation` as soon as something happens that must not.
-    """
+    """A world with its processes: `give` it requests, have it `suffer` faults, and `settle` it."""
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
@@ -115,14 +107,12 @@ class Cluster:
         self.agents: dict[tuple[AgentRole, int], SimAgent] = {}
         self.engines: dict[tuple[AgentRole, int], SimEngine] = {}
         self._processes: list[SimAgent | SimEngine] = []
-        """Also those that were killed: what they had is given back at the end, with no warning."""
-        self._boots = 0
+        """Also those that were killed: their memory is released at the end, with no warning."""
         self._pauses: list[tuple[str, float, float]] = []
         self.faults: Counter[str] = Counter()
-        for number in range(settings.pairs):
-            for role in (P, D):
-                self._start_agent(role, number)
-                self._start_engine(role, number)
+        for number, role in product(range(settings.pairs), (P, D)):
+            self._start_agent(role, number)
+            self._start_engine(role, number)
 
     def start(self) -> None:
         """Return once all engines are ready."""
@@ -131,37 +121,39 @@ class Cluster:
             self.world.fail("the engines are not ready within a minute")
 
     def give(self, plan: Plan, after_s: float = 0.0) -> Handoff:
-        """A request comes; what becomes of it is in what is returned."""
+        """Begin a request; the handoff shows what becomes of it."""
         handoff = self.ledger.begin(plan)
         self.world.after(after_s, self._begin, handoff)
         return handoff
 
     def suffer(self, *faults: Fault) -> None:
-        """These will go wrong."""
         for fault in faults:
             self._num_faults += 1
             self.faults[fault.kind.value] += 1
             self.world.after(fault.at_s, self._begin_fault, fault)
 
     def run(self, seconds: float) -> None:
-        """Let so much time pass."""
         end = self.world.now + seconds
         self.world.run(lambda: False, within_s=seconds)
         self.world.now = end
 
     def until(self, condition: Callable[[], bool], within_s: float = QUIET_S) -> None:
-        """Go on until something holds, which it must within so much time."""
+        """Go on until ``condition`` holds, which it must in time."""
         if not self.world.run(condition, within_s=within_s):
             self.world.fail(f"it never held: {condition}")
 
     def time_until(self, condition: Callable[[], bool]) -> float:
-        """How long it takes until something holds."""
         began = self.world.now
         self.until(condition)
         return self.world.now - began
 
+    def after_events(self, num_events: int) -> None:
+        """Go on for so many messages that arrive, ends of threads, and pieces of READs."""
+        end = self.world.num_events + num_events
+        self.until(lambda: self.world.num_events >= end)
+
     def end_of(self, handoff: Handoff) -> str:
-        """Go on until its fetch has ended; returns how, and by which code."""
+        """Go on until its fetch has ended; return how, and by which code."""
         self.until(lambda: handoff.is_ended)
         return handoff.end
 
@@ -171,21 +163,21 @@ class Cluster:
         return self.end_of(self.give(Plan())) == "completed"
 
     def count(self, role: AgentRole, name: str) -> int:
-        """What the first agent of a role has of something."""
+        """A count of the first agent of a role."""
         return int(self.agents[role, 0].service.counts()[name])
 
     def awaits(self, role: AgentRole, request: str) -> bool:
-        """Whether the data process of the first agent of a role has such a request to answer."""
+        """Whether the data process of the role's first agent has such a request to answer."""
         child = self.agents[role, 0].child
         return child is not None and request in child.unanswered.values()
 
     def num_peers(self) -> int:
-        """How many peers NIXL knows at the first decode agent."""
+        """Peers of NIXL at the first decode agent."""
         child = self.agents[D, 0].child
         return len(child.nixl.peers) if child is not None and child.nixl is not None else 0
 
     def settle(self) -> None:
-        """Everything that was begun ends, and nothing is left anywhere."""
+        """Go on until everything has ended, and nothing is left anywhere."""
         live = self.ledger.live
         if not self.world.run(lambda: not (live or self._num_faults), within_s=QUIET_S):
             self.world.fail(f"{len(live)} handoffs are not over: {list(live.values())[:3]}")
@@ -195,7 +187,7 @@ class Cluster:
             engine.cache.give_back(engine.cache.take(0, len(engine.cache.free)) or ())
 
     def close(self) -> None:
-        """End all processes, and let go of what they had; counts and times stay."""
+        """End all processes, and release what they had; counts and times stay."""
         processes: list[SimAgent | SimEngine] = [*self.agents.values(), *self.engines.values()]
         for one in processes:
             one.process.loop.is_frozen = False
@@ -223,14 +215,11 @@ class Cluster:
         return left
 
     def _history(self, handoff: Handoff) -> str:
-        lines = []
+        lines, asked = [], Status(offer_id=handoff.offer_id, fetch_id=handoff.name)
         for agent in (self.agents[P, handoff.plan.prefill], self.agents[D, handoff.plan.decode]):
             if agent.has_started:
-                asked = Status(offer_id=handoff.offer_id, fetch_id=handoff.name)
-                lines += [
-                    f"{agent.name} since {agent.started_at:.3f} s:",
-                    *agent.service.histories.lines(asked),
-                ]
+                lines.append(f"{agent.name} since {agent.started_at:.3f} s:")
+                lines += agent.service.histories.lines(asked)
         return "\n".join(lines)
 
     # Requests.
@@ -241,12 +230,13 @@ class Cluster:
             endpoint = self.agents[P, plan.prefill].peer_endpoint
             name = Rendezvous(transfer_id=str(plan.transfer_id), endpoint=endpoint)
             self._fetch_later(handoff, name.to_json())
-        self._on(self.engines[P, plan.prefill], PrefillEngine.offer, handoff)
+        self._on((P, plan.prefill), PrefillEngine.offer, handoff)
 
     def _on_offered(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan
         if plan.withdraw_after_s is not None:
-            self.world.after(plan.withdraw_after_s, self._withdraw, handoff)
+            what = (P, plan.prefill), PrefillEngine.withdraw, handoff
+            self.world.after(plan.withdraw_after_s, self._on, *what)
         if not plan.meets:
             self._fetch_later(handoff, ticket)
 
@@ -258,45 +248,31 @@ class Cluster:
             self.world.after(after_s, self._fetch, handoff, ticket)
 
     def _fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
-        target, after_s = self.engines[D, handoff.plan.decode], handoff.plan.cancel_after_s
-        self._on(target, DecodeEngine.fetch, handoff, ticket)
+        place, after_s = (D, handoff.plan.decode), handoff.plan.cancel_after_s
+        self._on(place, DecodeEngine.fetch, handoff, ticket)
         if after_s is not None:
-            self.world.after(after_s, self._on, target, DecodeEngine.cancel, handoff)
+            self.world.after(after_s, self._on, place, DecodeEngine.cancel, handoff)
 
-    def _withdraw(self, handoff: Handoff) -> None:
-        self._on(self.engines[P, handoff.plan.prefill], PrefillEngine.withdraw, handoff)
-
-    def _on(self, engine: SimEngine, call: Any, *args: Any) -> None:
-        """As the engine's own doing; one that has crashed has no agent."""
+    def _on(self, place: tuple[AgentRole, int], call: Any, *args: Any) -> None:
+        """Call it on the engine's loop."""
+        engine = self.engines[place]
         engine.process.loop.call_soon(call, engine, *args)
 
     # Processes and faults.
 
     def _start_agent(self, role: AgentRole, number: int) -> None:
-        self._boots += 1
-        settings = self.settings
-        agent = self.agents[role, number] = SimAgent(
-            self.world,
-            self.network,
-            self.machines,
-            role=role,
-            number=number,
-            boot_number=self._boots,
-            settings=settings.prefill_config if role is P else settings.decode_config,
-        )
+        settings = self.settings.prefill_config if role is P else self.settings.decode_config
+        agent = self.agents[role, number] = SimAgent(self.machines, role, number, settings)
         agent.main.add_done_callback(lambda _: self._bury(agent))
         self._processes.append(agent)
 
     def _start_engine(self, role: AgentRole, number: int) -> None:
-        self._boots += 1
         kind = PrefillEngine if role is P else DecodeEngine
         self.engines[role, number] = kind(
-            self.world,
             self.network,
-            lambda: self.agents.get((role, number)),
             self.ledger,
+            lambda: self.agents.get((role, number)),
             name=f"{role}-engine-{number}",
-            boot_number=self._boots,
             machine=self.agents[role, number].host,
             shape=self.settings.prefill if role is P else self.settings.decode,
         )
@@ -306,6 +282,9 @@ class Cluster:
         place = fault.role, fault.number
         agent, engine = self.agents[place], self.engines[place]
         self.world.after(fault.lasts_s, self._end_fault, fault, agent, engine)
+        if fault.kind in (FaultKind.FREEZE_AGENT, FaultKind.FREEZE_CONTROL):
+            self._freeze(agent.process, fault.lasts_s)
+        child = agent.child
         match fault.kind:
             case FaultKind.CRASH_AGENT:
                 self._kill_agent(agent)
@@ -313,9 +292,6 @@ class Cluster:
                 agent.stop()
             case FaultKind.CRASH_ENGINE:
                 self._kill_engine(engine)
-            case FaultKind.FREEZE_AGENT | FaultKind.FREEZE_CONTROL:
-                self._freeze(agent.process, fault.lasts_s)
-                self._begin_data_fault(fault, agent)
             case FaultKind.FREEZE_ENGINE:
                 self._freeze(engine.process, fault.lasts_s)
             case FaultKind.LEAVE:
@@ -324,12 +300,6 @@ class Cluster:
                 self.network.cut(*self._hosts(fault))
             case FaultKind.BREAK:
                 self.network.break_all(agent.host)
-            case _:
-                self._begin_data_fault(fault, agent)
-
-    def _begin_data_fault(self, fault: Fault, agent: SimAgent) -> None:
-        child = agent.child
-        match fault.kind:
             case FaultKind.CRASH_DATA:
                 _kill_data(agent)
             case FaultKind.CRASH_DATA_AGAIN if agent.has_data:
@@ -370,7 +340,7 @@ class Cluster:
             agent.main.cancel()
 
     def _bury(self, agent: SimAgent) -> None:
-        """The process is gone: nothing that its remains do is seen by anyone."""
+        """End the process: nobody sees anything that its remains do."""
         if not agent.process.is_alive:
             return
         self.network.end_process(agent.process)
@@ -410,7 +380,6 @@ class Cluster:
         return max(self._disturbed_at, self.machines.changed_at)
 
     def _late_s(self, handoff: Handoff, since: float) -> float:
-        """For how long the decode side was frozen since then."""
         number, now = handoff.plan.decode, self.world.now
         names = {self.agents[D, number].name, self.engines[D, number].name}
         return sum(
@@ -426,58 +395,41 @@ def _kill_data(agent: SimAgent) -> None:
 
 
 def _data_counts(agent: SimAgent) -> dict[str, int]:
-    """What the data process of an agent is at."""
     data, child = agent.data, agent.child
     is_asked = child is None or child.unanswered
     progress = data.num_progress if agent.role is P else 0
     return {"jobs": data.num_jobs, "progress": progress, "requests": int(bool(is_asked))}
 
 
-class _Errors:
-    """Takes the log: an error in it is a violation."""
+def _errors(world: World, settings: Settings) -> Callable[..., str]:
+    """A processor of the log to which an error is a violation."""
+    expected = {"data.ended": 1, "digest.failed": settings.flips, "step.failed": settings.lacks}
 
-    world: World | None = None
-    expected: frozenset[str] = frozenset()
-
-    def __call__(self, _: object, name: str, event: MutableMapping[str, Any]) -> str:
-        loop = asyncio.get_running_loop() if asyncio._get_running_loop() is not None else None
+    def see(_: object, name: str, event: MutableMapping[str, Any]) -> str:
+        loop = asyncio._get_running_loop()
         is_dead = isinstance(loop, SimLoop) and loop.is_dead
-        is_expected = event["event"] in self.expected
-        if (
-            self.world is not None
-            and name in ("error", "critical")
-            and not (is_dead or is_expected)
-        ):
+        if name in ("error", "critical") and not is_dead and not expected.get(event["event"]):
             failure = event.pop("exc_info", None)
-            self.world.failures.append(f"at {self.world.now:.6f} s: log: {event} {failure!r}")
+            world.failures.append(f"at {world.now:.6f} s: log: {event} {failure!r}")
         raise structlog.DropEvent
 
-
-ERRORS = _Errors()
+    return see
 
 
 @contextmanager
 def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
-    """A cluster whose engines are ready, and which settles at the end.
-
-    An error in a log of it is a violation.
-    """
-    structlog.configure(
-        processors=[ERRORS],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        cache_logger_on_first_use=False,
-    )
-    with remains_released(), seeded(seed), ExitStack() as patches:
+    """A cluster whose engines are ready, and which settles at the end."""
+    with remains_released(), seeded(seed), ExitStack() as stack:
         cluster = Cluster(settings, seed)
+        structlog.configure(
+            processors=[_errors(cluster.world, settings)],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+            cache_logger_on_first_use=False,
+        )
+        stack.callback(structlog.reset_defaults)
         for module, names in {**IN_A_WORLD, **cluster.sockets.names()}.items():
-            patches.enter_context(patch.multiple(module, **names))
-        expected = {"data.ended": 1, "digest.failed": settings.flips, "step.failed": settings.lacks}
-        ERRORS.world, ERRORS.expected = cluster.world, frozenset(filter(expected.get, expected))
-        try:
-            cluster.start()
-            yield cluster
-            cluster.settle()
-        finally:
-            ERRORS.world = None
-            cluster.close()
-            structlog.reset_defaults()
+            stack.enter_context(patch.multiple(module, **names))
+        stack.callback(cluster.close)
+        cluster.start()
+        yield cluster
+        cluster.settle()

@@ -1,8 +1,8 @@
 """A simulated data process: the product's `DataServer`, on virtual time, with a simulated NIXL.
 
 Its messages take time and keep their order. It may die at each of them, and at each step of its
-threads. What it had sent before arrives, then its end is reported, and nothing of it lands any
-more. Each request gets one reply, or the end of the process.
+threads. Its earlier messages arrive, then its end is reported, and none of its READs lands later.
+Each request gets one reply, or the end of the process.
 """
 
 import gc
@@ -34,7 +34,6 @@ from tests.sim.world import Violation, World
 MAX_MESSAGES_A_TURN = 64
 TURN_S, KILL_S = 5e-6, 2e-3
 SLICE_BYTES = 256
-"""Engines here are small, and so are slices."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_data, _from_data = (msgspec.msgpack.Decoder(kind) for kind in (wire.ToData, wire.FromData))
@@ -42,10 +41,7 @@ _to_data, _from_data = (msgspec.msgpack.Decoder(kind) for kind in (wire.ToData, 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Machines:
-    """What data processes of a world have in common; seconds are means.
-
-    ``dies`` is the share of messages, and of steps of threads, at which a data process dies.
-    """
+    """What data processes have in common; they die at a share ``dies`` of messages and steps."""
 
     network: Network
     fabric: Fabric
@@ -53,7 +49,7 @@ class Machines:
     start_s: float = 0.03
     dies: float = 0.0
     changed_at: float = 0.0
-    """When the last one has started, or has died."""
+    """When the last one started or died."""
     pids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1000))
 
     @property
@@ -66,36 +62,28 @@ class _Killed(BaseException):
 
 
 class SimChild:
-    """One data process of an agent ``process``; it stands for `kvbus.data.child`'s."""
+    """One data process of an agent; it stands for `kvbus.data.child`'s."""
 
     def __init__(
-        self,
-        machines: Machines,
-        process: Process,
-        on_message: OnMessage,
-        on_exit: OnExit,
-        *,
-        place: str,
+        self, machines: Machines, process: Process, place: str, on_message: Any, on_exit: OnExit
     ) -> None:
         self.pid = next(machines.pids)
         self.machine, self.place = process.machine, place
         self.is_alive, self.is_frozen = True, False
         self.nixl: SimNixl | None = None
         self.unanswered: dict[int, str] = {}
-        """Requests that have no reply yet: what they are."""
+        """Requests that have no reply yet, by their numbers."""
         self._process, self._machines, self.world = process, machines, machines.world
         self._on_message, self._on_exit = on_message, on_exit
         self._server: DataServer | None = None
         self._inbox: deque[tuple[bytes, list[int]]] = deque()
         self._calls: deque[Callable[[], object]] = deque()
         self._late: list[Callable[[], None]] = []
-        """What threads would have done while it was frozen."""
+        """Calls of threads while it is frozen."""
         self._starts_at = self.world.now + self.world.luck.delay_s(machines.start_s)
         machines.changed_at = self._starts_at
         self._to_data_at = self._to_control_at = self.world.now
         self._turn_at: float | None = None
-
-    # What its agent does with it.
 
     def send(self, message: wire.ToData, fds: Sequence[int] = ()) -> None:
         self.unanswered[message.id] = type(message).__name__
@@ -104,13 +92,10 @@ class SimChild:
         self.world.after(self._to_data_at - self.world.now, self._arrive, *sent)
 
     def kill(self) -> None:
-        """It goes on for a moment."""
         self.world.after(self.world.luck.delay_s(KILL_S), self.die, "killed by SIGKILL")
 
-    # What befalls it.
-
     def die(self, reason: str) -> None:
-        """End it now; what it had sent arrives before its agent hears of that."""
+        """End it now; what it had sent arrives before the report of its end."""
         if not self.is_alive:
             return
         self.is_alive, self._server = False, None
@@ -133,14 +118,12 @@ class SimChild:
                 self.world.after(0.0, self._do, call)
             self._wake(0.0)
 
-    # What NIXL sees of it.
-
     @property
     def is_driven(self) -> bool:
         return self._server is not None and self._server.pause_s() is not None
 
     def on_moved(self) -> None:
-        """The next poll of its main thread finds it; there is none without a pause."""
+        """Have the next poll of its main thread find it; there is none without a pause."""
         pause_s = None if self._server is None else self._server.pause_s()
         if pause_s is not None:
             self._wake(self.world.luck.uniform(0.0, pause_s))
@@ -206,10 +189,8 @@ class SimChild:
         self._tell_control(self._on_message, _from_data.decode(_encode(message)))
         self._may_die()
 
-    # Its threads.
-
     def start(self, call: Callable[[], object], after_s: float) -> None:
-        """Have a thread do something then."""
+        """Have a thread call it then."""
         self.world.after(after_s, self._do, partial(self._in_thread, call))
 
     def _in_thread(self, call: Callable[[], object]) -> None:
@@ -218,12 +199,12 @@ class SimChild:
         self._may_die()
 
     def _do(self, call: Callable[[], object]) -> None:
-        """Unless it is dead, or not yet while it is frozen."""
-        if not self.is_alive:
-            return
-        if self.is_frozen:
+        if self.is_alive and self.is_frozen:
             self._late.append(partial(self._do, call))
-            return
+        elif self.is_alive:
+            self._call(call)
+
+    def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
         except _Killed:
@@ -237,8 +218,6 @@ class SimChild:
         if self.world.luck.chance(self._machines.dies):
             raise _Killed
 
-    # The channel.
-
     def _arrive(self, body: bytes, fds: list[int]) -> None:
         if self.is_alive:
             self._inbox.append((body, fds))
@@ -249,7 +228,6 @@ class SimChild:
     def _tell_control(self, call: Callable[..., object], *args: Any) -> None:
         loop = self._process.loop
         self._to_control_at = max(self.world.now + self._delay_s(), self._to_control_at)
-        # of a dead agent there are remains, which may wait for the end
         self.world.after(self._to_control_at - self.world.now, loop.call_soon, call, *args)
 
     def _delay_s(self) -> float:
@@ -257,7 +235,7 @@ class SimChild:
 
 
 class _Threads(Executor):
-    """Threads of a data process; each does one thing after the other."""
+    """Threads of a data process."""
 
     def __init__(self, child: SimChild, number: int, name: str) -> None:
         self._child, self._copies = child, name == "kvbus-copy"
@@ -277,7 +255,7 @@ class _Threads(Executor):
 
 
 class SimData(DataProcess):
-    """The data processes of one agent; it watches that each job is reported exactly once."""
+    """The data processes of one agent; it checks that each job is reported exactly once."""
 
     child: SimChild | None = None
 
@@ -298,7 +276,7 @@ class SimData(DataProcess):
 
         before = "" if self.child is None else self.child.place
         place = self._machines.fabric.place(self._process.machine, before)
-        self.child = SimChild(self._machines, self._process, on_message, end, place=place)
+        self.child = SimChild(self._machines, self._process, place, on_message, end)
         return self.child
 
     def start(
@@ -328,7 +306,7 @@ def _close(fds: Iterable[int]) -> None:
 
 
 def memory_files() -> set[int]:
-    """The descriptors of this process that are memory of engines and agents."""
+    """The descriptors of this process for memory of engines and agents."""
     links = {one: one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
     return {int(one.name) for one, at in links.items() if str(at).startswith("/memfd:kvbus")}
 
@@ -336,8 +314,8 @@ def memory_files() -> set[int]:
 @contextmanager
 def remains_released() -> Iterator[None]:
     """Release what killed processes had, as the kernel would: it goes with no warning."""
-    gc.collect()  # the world before: frozen, its pipes would stay open
-    gc.freeze()  # what is there already need not be looked at when this world ends
+    gc.collect()  # frozen, pipes of the last world would stay open
+    gc.freeze()  # no collection scans older objects when this world ends
     before = memory_files()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -1,95 +1,69 @@
 """Engines as simulated processes, with real memory: they offer by the SDK, and fetch by messages.
 
-A prefill engine poisons blocks at the moment that it is told that they are released; a decode
-engine those that it gets back, and looks whether they are still as they were when it uses them
-again: so a byte that is read or lands too late is seen.
+Engines poison blocks as soon as they are released, and check them when they use them again. So they
+find each byte that is read, or lands, too late.
 """
 
 import asyncio
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from kvbus import geometry
+from kvbus import protocol as wire
 from kvbus.bus import RequestClient, new_boot_id
 from kvbus.engine import Connection, Offer, Runner
 from kvbus.engine.messages import offer_message
 from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.errors import ClosedError, KVBusError, PeerLost
-from kvbus.geometry import (
-    AxisName,
-    BlockTable,
-    EngineSpec,
-    GroupSpec,
-    KvLayout,
-    RankSpec,
-    Region,
-    lay_out_rank,
-)
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import (
-    CELLS_BYTES,
-    NUM_CELLS,
-    PROTOCOL_VERSION,
-    AgentRole,
-    AwaitReady,
-    BlocksFreed,
-    CancelFetch,
-    Fetched,
-    Hello,
-    Notice,
-    Outcome,
-    PassSegment,
-    Register,
-    Republished,
-    Request,
-    StartFetch,
-    from_body,
-)
 from tests.sim.agent import SimAgent, SimAttach
 from tests.sim.handoffs import HEAD_DIM, NUM_HEADS, NUM_LAYERS, PARTS, Content, Handoff, Ledger
-from tests.sim.network import Network, Process
+from tests.sim.network import Network, Process, SimContext
 from tests.sim.world import World
 
 REQUEST_S = 1e4
-"""An agent that lives answers, however long it was frozen."""
+"""A live agent replies, however long it was frozen."""
 LOOK_S = 0.05
 POISON = 0xA5
 GROUP = "full"
-_ORDER = (AxisName.BLOCK, AxisName.TOKEN, AxisName.DIM)
+Segments: TypeAlias = Iterator[tuple[wire.PassSegment, SharedSegment]]
+_ORDER = (geometry.AxisName.BLOCK, geometry.AxisName.TOKEN, geometry.AxisName.DIM)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine keeps its KV; layout as `KvLayout.parse` reads it."""
+    """How an engine keeps its KV."""
 
     tp: int = 1
     block_size: int = 4
     layout: str = "block,layer,kv,token,head,dim"
     num_blocks: int = 512
 
-    def spec(self, engine_id: str) -> EngineSpec:
+    def spec(self, engine_id: str) -> geometry.EngineSpec:
         layers = tuple(range(NUM_LAYERS))
-        group = GroupSpec(GROUP, layers, self.block_size, NUM_HEADS, HEAD_DIM, "uint8", PARTS)
-        return EngineSpec(engine_id, "model", self.tp, (group,))
+        shape = self.block_size, NUM_HEADS, HEAD_DIM, "uint8", PARTS
+        group = geometry.GroupSpec(GROUP, layers, *shape)
+        return geometry.EngineSpec(engine_id, "model", self.tp, (group,))
 
 
 class Cache:
     """The memory of all ranks, and its free blocks."""
 
-    def __init__(self, spec: EngineSpec, shape: Shape, world: World) -> None:
-        layout = KvLayout.parse(shape.layout)
+    def __init__(self, spec: geometry.EngineSpec, shape: Shape, world: World) -> None:
+        layout = geometry.KvLayout.parse(shape.layout)
         self._block_size, self._world = shape.block_size, world
         self.ranks = [
-            lay_out_rank(spec, rank, layout, num_blocks=shape.num_blocks)
+            geometry.lay_out_rank(spec, rank, layout, num_blocks=shape.num_blocks)
             for rank in range(spec.num_ranks)
         ]
         self.segments = [SharedSegment(rank.segments[0].size_bytes) for rank in self.ranks]
@@ -103,15 +77,14 @@ class Cache:
         self._fill(self.free)
 
     def take(self, first_token: int, num_tokens: int) -> list[int] | None:
-        """Blocks for these tokens, at random; None when there are not enough."""
+        """Random blocks for these tokens; None when there are not enough."""
         size = self._block_size
         wanted = -(-num_tokens // size) - first_token // size if num_tokens > first_token else 0
         if wanted > len(self.free):
             return None
-        luck = self._world.luck
         taken = []
         for _ in range(wanted):
-            at = luck.below(len(self.free))
+            at = self._world.luck.randrange(len(self.free))
             self.free[at], self.free[-1] = self.free[-1], self.free[at]
             taken.append(self.free.pop())
         for _, view in self._views:
@@ -124,15 +97,14 @@ class Cache:
         self.free.extend(blocks)
 
     def write(self, blocks: Sequence[int], start: int, content: Content, stop: int) -> None:
-        """Tokens [start, stop) of a request whose blocks are those from its first token on."""
+        """Write tokens [start, stop) of a request whose blocks begin with its first token's."""
+        at, slots = self._places(blocks, 0, start, stop)
         for region, view in self._views:
-            at, slots = self._places(blocks, 0, start, stop)
             view[:, :, :, at, slots] = _part_of(region, content)[:, :, :, start:stop]
 
     def has(self, blocks: Sequence[int], start: int, content: Content, stop: int) -> bool:
-        """Whether they are tokens [start, stop), in blocks from that of ``start`` on."""
-        first = start // self._block_size
-        at, slots = self._places(blocks, first, start, stop)
+        """Whether ``blocks``, from that of ``start`` on, hold tokens [start, stop)."""
+        at, slots = self._places(blocks, start // self._block_size, start, stop)
         return all(
             np.array_equal(view[:, :, :, at, slots], _part_of(region, content)[:, :, :, start:stop])
             for region, view in self._views
@@ -141,19 +113,17 @@ class Cache:
     def _places(
         self, blocks: Sequence[int], first_block: int, start: int, stop: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        tokens = np.arange(start, stop)
-        return np.array(blocks, np.int64)[
-            tokens // self._block_size - first_block
-        ], tokens % self._block_size
+        numbers, tokens = np.divmod(np.arange(start, stop), self._block_size)
+        return np.array(blocks, np.int64)[numbers - first_block], tokens
 
     def _fill(self, blocks: Sequence[int]) -> None:
         for _, view in self._views:
             view[:, :, :, np.array(blocks, np.int64)] = POISON
 
 
-def _view(region: Region, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _view(region: geometry.Region, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Axes: layer, part, head, block, token, dim."""
-    names = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, *_ORDER)
+    names = (geometry.AxisName.LAYER, geometry.AxisName.KV, geometry.AxisName.HEAD, *_ORDER)
     return np.lib.stride_tricks.as_strided(
         memory[region.offset_bytes :],
         [region.size(name) for name in names],
@@ -161,7 +131,7 @@ def _view(region: Region, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
     )
 
 
-def _part_of(region: Region, content: Content) -> Content:
+def _part_of(region: geometry.Region, content: Content) -> Content:
     heads = slice(region.first_head, region.first_head + region.num_heads)
     parts = [PARTS.index(part) for part in region.parts]
     return content[np.ix_(region.layers, parts)][:, :, heads]
@@ -170,22 +140,19 @@ def _part_of(region: Region, content: Content) -> Content:
 class SimEngine:
     """One process of an engine: a control session, and one for the memory of each rank."""
 
-    role: AgentRole
-
     def __init__(
         self,
-        world: World,
         network: Network,
-        find_agent: Callable[[], SimAgent | None],
         ledger: Ledger,
+        find_agent: Callable[[], SimAgent | None],
         *,
         name: str,
-        boot_number: int,
         machine: str,
         shape: Shape,
     ) -> None:
+        world = network.world
         self.world, self.network, self.ledger, self.name = world, network, ledger, name
-        self.process = Process(name, machine, world.new_loop(f"{name}/{boot_number}"))
+        self.process = Process(name, machine, world.new_loop(name))
         self.spec = shape.spec(name)
         self.cache = Cache(self.spec, shape, world)
         self.is_ready = False
@@ -198,30 +165,19 @@ class SimEngine:
         self.main = self.process.loop.create_task(self._run())
         world.watch(self.main, self.process.loop)
 
-    def send(
-        self,
-        message: Any,
-        on_reply: Callable[[Any], None] | None = None,
-        *,
-        timeout_s: float = REQUEST_S,
-    ) -> None:
-        if self._client is not None:
-            self._client.send(message, timeout_s=timeout_s, on_reply=on_reply or self._expect_any)
-
     def crash(self) -> None:
-        """As SIGKILL: the kernel closes what it had."""
+        """As SIGKILL."""
         self._client, self.is_ready = None, False
         self._detach()
         self.lose_all()
 
     def leave(self) -> None:
-        """Hang up, and then use its blocks, unless it is stopped."""
+        """Hang up, and then use the blocks, unless the process is frozen."""
         if not self.process.loop.is_frozen:
             self._detach()
             self._hang_up()
 
     def on_hung_up(self, _: SimAttach) -> None:
-        """The agent has hung up one of its connections."""
         self._hang_up()
 
     def _detach(self) -> None:
@@ -230,17 +186,17 @@ class SimEngine:
         self._attached = []
 
     def on_ready(self) -> None:
-        """There is an agent, again or for the first time."""
+        """An agent is there, again or for the first time."""
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
         if self.process.is_alive:
             self.process.loop.call_soon(call, *args)
 
     def lose_all(self) -> None:
-        """What the agent, or this process, was at has ended without a word."""
+        """All that the agent, or this process, did has ended without a report."""
 
-    def see(self, notice: Notice) -> None:
-        """A notice of the agent."""
+    def see(self, notice: wire.Notice) -> None:
+        """Handle a notice of the agent."""
 
     async def _run(self) -> None:
         while True:
@@ -267,30 +223,28 @@ class SimEngine:
         for rank in self.cache.ranks:
             memory = await self._session(agent, tasks, self.segments_of(rank))
             instance = self._instances[rank.rank]
-            await self._ask(memory, Register(engine=self.spec, rank=rank, instance=instance))
-        self._client = control = await self._session(agent, tasks, [])
+            await self._ask(memory, wire.Register(engine=self.spec, rank=rank, instance=instance))
+        self._client = control = await self._session(agent, tasks, iter(()))
         await self._register(control)
 
     async def _register(self, control: RequestClient) -> None:
-        await self._ask(control, Register(engine=self.spec))
-        await self._ask(control, AwaitReady())
+        await self._ask(control, wire.Register(engine=self.spec))
+        await self._ask(control, wire.AwaitReady())
 
-    def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
+    def segments_of(self, rank: geometry.RankSpec) -> Segments:
         memory, segment = self.cache.segments[rank.rank], rank.segments[0]
-        yield PassSegment(segment.segment_id, segment.size_bytes), memory
+        yield wire.PassSegment(segment.segment_id, segment.size_bytes), memory
 
-    async def _session(
-        self, agent: SimAgent, tasks: Any, segments: Iterable[tuple[PassSegment, SharedSegment]]
-    ) -> RequestClient:
+    async def _session(self, agent: SimAgent, tasks: Any, segments: Segments) -> RequestClient:
         boot = new_boot_id()
         attach = SimAttach(agent, self.on_hung_up)
         self._attached.append(attach)
-        versions = PROTOCOL_VERSION, PROTOCOL_VERSION
-        await self._pass(attach, Hello(*versions, self.name, boot), [])
+        versions = wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION
+        await self._pass(attach, wire.Hello(*versions, self.name, boot), [])
         for message, memory in segments:
             await self._pass(attach, message, [os.dup(memory.fd)])
         client = RequestClient(
-            self.network.context(self.process),  # type: ignore[arg-type]  # stands for it
+            SimContext(self.network, self.process),  # type: ignore[arg-type]  # stands for it
             agent.runtime.agent.identity.engine_endpoint,
             boot=boot,
             on_notice=self._take,
@@ -304,13 +258,17 @@ class SimEngine:
 
     async def _ask(self, client: RequestClient, message: Any) -> Any:
         return await self._answer(
-            lambda on_reply: client.send(message, timeout_s=REQUEST_S, on_reply=on_reply)
+            lambda reply: client.send(message, timeout_s=REQUEST_S, on_reply=reply)
         )
 
     async def _answer(self, ask: Callable[[Callable[[Any], None]], object]) -> Any:
         answered: asyncio.Future[Any] = self.process.loop.create_future()
         lost = asyncio.ensure_future(self._lost.wait())
-        ask(lambda reply: self._settle(answered, reply))
+
+        def on_reply(reply: Any) -> None:
+            self.process.loop.call_soon(_settle, answered, reply)
+
+        ask(on_reply)
         await asyncio.wait([answered, lost], return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not answered.done():
@@ -318,39 +276,27 @@ class SimEngine:
             raise _HungUpError
         return answered.result()
 
-    def _settle(self, answered: "asyncio.Future[Any]", reply: Any) -> None:
-        def settle() -> None:
-            if answered.done():
-                return
-            if isinstance(reply, KVBusError):
-                answered.set_exception(reply)
-            else:
-                answered.set_result(reply)
-
-        self.process.loop.call_soon(settle)
-
     def _hang_up(self) -> None:
-        if self.process.is_alive:
-            self.process.loop.call_soon(self._set_lost)
-
-    def _set_lost(self) -> None:
-        self._lost.set()
+        self._on_loop(lambda: self._lost.set())  # noqa: PLW0108  # it may be another one by then
 
     def agent_died(self, agent: SimAgent) -> None:
-        """The kernel says so at all of its connections."""
         if any(attach.agent is agent for attach in self._attached):
             self._hang_up()
 
-    def _take(self, notice: Notice) -> None:
+    def _take(self, notice: wire.Notice) -> None:
         if self._client is not None:
             self.see(notice)
 
-    def _expect_any(self, reply: Any) -> None:
-        """Either way is right: the offer, or the fetch, may have ended."""
+
+def _settle(answered: "asyncio.Future[Any]", reply: Any) -> None:
+    if not answered.done() and isinstance(reply, KVBusError):
+        answered.set_exception(reply)
+    elif not answered.done():
+        answered.set_result(reply)
 
 
 class _HungUpError(Exception):
-    """The agent has ended while it was attached to."""
+    """The agent of a connection has ended."""
 
 
 class SimConnection(Connection):
@@ -360,15 +306,12 @@ class SimConnection(Connection):
         super().__init__("/nowhere", engine_id)
         self._requests = client
 
-    def send(
-        self, message: Request[Any], on_reply: Callable[[Any], None], *, timeout_s: float = 0.0
-    ) -> None:
+    def send(self, message: Any, on_reply: Callable[[Any], None], *, timeout_s: float = 0) -> None:
         if self.lost is not None:
             raise self.lost
         self._requests.send(message, timeout_s=timeout_s or REQUEST_S, on_reply=on_reply)
 
     def lose(self, error: KVBusError) -> None:
-        """It ends; what waits fails first, as that of a real one does."""
         if self.lost is None:
             self.lost = self._requests.closed_by = error
             self._requests.close()
@@ -378,10 +321,8 @@ class SimConnection(Connection):
 class PrefillEngine(SimEngine):
     """Offers what handoffs want, in one piece or several, as a `Link` does."""
 
-    role = AgentRole.PREFILL
-
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._page = SharedSegment(CELLS_BYTES)
+        self._page = SharedSegment(wire.CELLS_BYTES)
         self._runner = Runner()
         self._connection: SimConnection | None = None
         self._is_leaving = False
@@ -393,22 +334,21 @@ class PrefillEngine(SimEngine):
         self._offers, self._instance = Offers(self._page), uuid.uuid4().hex
         self._states: dict[Offer, OfferRequest] = {}
 
-    def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
+    def segments_of(self, rank: geometry.RankSpec) -> Segments:
         yield from super().segments_of(rank)
         if rank.rank == 0:
-            yield PassSegment("cells", CELLS_BYTES, cells=True), self._page
+            yield wire.PassSegment("cells", wire.CELLS_BYTES, cells=True), self._page
 
     async def _register(self, control: RequestClient) -> None:
-        offers = self._offers
-        republishes = offers.republishes
-        register = Register(engine=self.spec, instance=self._instance, republishes=republishes)
+        offers, republishes = self._offers, self._offers.republishes
+        register = wire.Register(engine=self.spec, instance=self._instance, republishes=republishes)
         await self._ask(control, register)
-        ready = await self._ask(control, AwaitReady())
+        ready = await self._ask(control, wire.AwaitReady())
         self._connection = SimConnection(control, self.name)
         offers.check_memory(ready.memory)
         offers.opened(self._connection)
         if republishes:
-            await self._ask(control, Republished(offers.ended_lately()))
+            await self._ask(control, wire.Republished(offers.ended_lately()))
 
     def leave(self) -> None:
         self._is_leaving = not self.process.loop.is_frozen
@@ -419,7 +359,6 @@ class PrefillEngine(SimEngine):
         super().crash()
 
     def lose_all(self) -> None:
-        """The agent is gone; or this process is, or has closed its link."""
         if not self.process.is_alive:
             for handoff in self.ledger.offered_by(self):
                 self.ledger.release(handoff, None)
@@ -448,14 +387,10 @@ class PrefillEngine(SimEngine):
         if len(handoff.stops) == 1:
             handoff.sealed_at = self.world.now
         self._check_cells()
-        message = offer_message(
-            handoff.name,
-            ready,
-            {GROUP: self._ids(handoff, 0, ready)},
-            sealed=len(handoff.stops) == 1,
-            ttl_s=plan.ttl_s,
-            transfer_id=plan.transfer_id,
-        )
+        tables = {GROUP: self._ids(handoff, 0, ready)}
+        more: dict[str, Any] = {"ttl_s": plan.ttl_s, "transfer_id": plan.transfer_id}
+        is_sealed = len(handoff.stops) == 1
+        message = offer_message(handoff.name, ready, tables, sealed=is_sealed, **more)
         state = OfferRequest(self._runner, message, self.process.loop.time() + REQUEST_S)
         offer = handoff.offer = Offer(self._runner, self._offers, state)
         self._states[offer] = state
@@ -464,9 +399,9 @@ class PrefillEngine(SimEngine):
         self._offers.submit(state)
 
     def _check_cells(self) -> None:
-        """Who could take an offer has its blocks."""
+        """Check that only offers whose blocks are the engine's have a live cell."""
         offers = [one.offer for one in self.ledger.offered_by(self)]
-        live = {self._states[offer].message.cell % NUM_CELLS for offer in offers if offer}
+        live = {self._states[offer].message.cell % wire.NUM_CELLS for offer in offers if offer}
         cells = self._page.view().view(np.uint64)
         if lost := {*np.flatnonzero(cells & 3 == 1).tolist()} - live:
             self.world.fail(f"cells {lost} are live, and their blocks the engine's")
@@ -475,12 +410,12 @@ class PrefillEngine(SimEngine):
         if handoff.offer is not None:
             handoff.offer.withdraw()
 
-    def see(self, notice: Notice) -> None:
+    def see(self, notice: wire.Notice) -> None:
         if self._connection is not None:
             self._connection.events.on_notice(notice)
 
     def _take_back(self, handoff: Handoff, offer: Offer) -> None:
-        if not self.process.is_alive:  # what was killed writes nothing
+        if not self.process.is_alive:
             return
         blocks, handoff.source = handoff.source, []
         self.ledger.release(handoff, offer.outcome)
@@ -517,15 +452,13 @@ class PrefillEngine(SimEngine):
 class DecodeEngine(SimEngine):
     """Fetches what handoffs want."""
 
-    role = AgentRole.DECODE
-
     def __init__(self, *args: Any, **options: Any) -> None:
         self._away: dict[Handoff, None] = {}
-        """What waits for the next agent."""
+        """Fetches that wait for the next agent."""
         super().__init__(*args, **options)
 
     def leave(self) -> None:
-        """Hang up. Its blocks are its own when the agent has hung up all connections, too."""
+        """Hang up. The blocks return when the agent has hung up all connections, too."""
         if not self.is_ready:
             super().leave()
         elif not self.process.loop.is_frozen:
@@ -548,11 +481,11 @@ class DecodeEngine(SimEngine):
         handoff.target = blocks
         handoff.fetcher, handoff.asked_at = self, self.world.now
         first = plan.first_token // self.spec.groups[0].block_size
-        handoff.asked = StartFetch(
+        handoff.asked = wire.StartFetch(
             fetch_id=handoff.name,
             ticket=ticket,
             num_tokens=plan.num_tokens,
-            tables={GROUP: BlockTable.of(blocks, first_block=first)},
+            tables={GROUP: geometry.BlockTable.of(blocks, first_block=first)},
             first_token=plan.first_token,
             timeout_s=plan.timeout_s,
             chunk_tokens=plan.chunk_tokens,
@@ -562,12 +495,11 @@ class DecodeEngine(SimEngine):
         self._ask_for(handoff)
 
     def _ask_for(self, handoff: Handoff) -> None:
-        def on_reply(reply: Any) -> None:
-            if handoff.asked is asked:
-                self._answered(handoff, reply)
+        self._send(handoff.asked, partial(self._answered, handoff, handoff.asked))
 
-        asked = handoff.asked
-        self.send(asked, on_reply, timeout_s=math.inf)
+    def _send(self, message: Any, on_reply: Callable[[Any], None]) -> None:
+        if self._client is not None:
+            self._client.send(message, timeout_s=math.inf, on_reply=on_reply)
 
     def cancel(self, handoff: Handoff) -> None:
         if handoff.fetcher is None or handoff.is_ended:
@@ -575,17 +507,17 @@ class DecodeEngine(SimEngine):
         if handoff in self._away:
             self._end_away(handoff, "cancelled")
         else:
-            self.send(CancelFetch(handoff.name, handoff.plan.gives_up_offer))
+            self._send(wire.CancelFetch(handoff.name, handoff.plan.gives_up_offer), lambda _: None)
 
-    def see(self, notice: Notice) -> None:
-        if notice.op == BlocksFreed.op:
-            handoff = self.ledger.find(from_body(BlocksFreed, notice.body).fetch_id)
+    def see(self, notice: wire.Notice) -> None:
+        if notice.op == wire.BlocksFreed.op:
+            handoff = self.ledger.find(wire.from_body(wire.BlocksFreed, notice.body).fetch_id)
             if not handoff.is_ended or handoff.is_freed:
                 self.ledger.fail(handoff, "blocks were freed twice, or before the end")
             self._give_back(handoff)
 
     def lose_all(self) -> None:
-        """An agent that has ended writes nothing: the next one has what it did not finish."""
+        """Keep the fetches of an agent that has ended: the next one repeats them."""
         is_gone = self.agent is not None and not self.agent.process.is_alive
         for handoff in self.ledger.fetched_by(self):
             if handoff in self._away and self.process.is_alive:
@@ -622,12 +554,12 @@ class DecodeEngine(SimEngine):
         self.ledger.end(handoff, outcome, "")
         self._give_back(handoff)
 
-    def _answered(self, handoff: Handoff, reply: Any) -> None:
-        if self._client is None and self._attached:  # it leaves, and listens no more
-            return
-        if isinstance(reply, Fetched):
+    def _answered(self, handoff: Handoff, asked: wire.StartFetch, reply: Any) -> None:
+        if handoff.asked is not asked or (self._client is None and self._attached):
+            return  # it was repeated, or the engine leaves
+        if isinstance(reply, wire.Fetched):
             handoff.num_bytes, handoff.attempts = reply.num_bytes, reply.attempts
-            if reply.outcome is Outcome.COMPLETED:
+            if reply.outcome is wire.Outcome.COMPLETED:
                 self._check(handoff)
             self.ledger.end(handoff, reply.outcome.value, reply.code)
             if reply.blocks_free:
@@ -637,8 +569,7 @@ class DecodeEngine(SimEngine):
             self._give_back(handoff)
 
     def _check(self, handoff: Handoff) -> None:
-        plan = handoff.plan
-        span = plan.first_token, handoff.content, plan.num_tokens
+        span = handoff.plan.first_token, handoff.content, handoff.plan.num_tokens
         if not self.cache.has(handoff.target, *span):
             self.ledger.fail(handoff, "completed with wrong bytes")
 

@@ -1,9 +1,9 @@
-"""What is handed off, what became of it, and what must be true of that."""
+"""Handoffs: their plans, their outcomes, and the rules that each outcome must keep."""
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,27 +21,25 @@ Content: TypeAlias = npt.NDArray[np.uint8]
 PARTS = ("k", "v")
 NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 2, 2
 GRACE_S = 1.0
-"""How long behind its deadline a fetch may end by the last word on it: `COMMIT_GRACE_S`."""
+"""How long after its deadline a fetch may end by a late reply: `COMMIT_GRACE_S`."""
 LATE_S = 0.5
 """What messages to an engine, and a busy network, may take on top."""
 QUIET_S = 8.0
-"""When nothing has gone wrong for so long, a fetch of an offer that lives completes."""
+"""A fetch of a live offer completes when nothing has gone wrong for so long."""
 SPARE_S = 1.5
-"""A fetch that may be repeated fails this early at most: then no pause fits in any more."""
-PASSING = frozenset(
-    (
-        *(ErrorCode.PEER_LOST, ErrorCode.PEER_UNREACHABLE, ErrorCode.TRANSFER_FAILED),
-        *(ErrorCode.STALE, ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT, ErrorCode.BUSY),
-    )
+"""A fetch that may be repeated fails this early at most: no further pause fits in."""
+PASSING = (
+    *(ErrorCode.PEER_LOST, ErrorCode.PEER_UNREACHABLE, ErrorCode.TRANSFER_FAILED),
+    *(ErrorCode.STALE, ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT, ErrorCode.BUSY),
 )
-"""What a fetch is repeated after."""
+"""Errors after which a fetch is repeated."""
 UNKNOWN = (ErrorCode.OFFER_UNKNOWN, ErrorCode.ENGINE_UNKNOWN)
-"""What no fetch is told while its prefill engine holds the offer."""
+"""No fetch fails with these while its prefill engine holds the offer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one request will do. Seconds are those of the world."""
+    """What one request will do, in seconds of the world."""
 
     prefill: int = 0
     decode: int = 0
@@ -51,9 +49,9 @@ class Plan:
     gap_s: float = 0.005
     """Between two pieces of an offer that grows."""
     fetch_after_s: float | None = 0.0
-    """Behind the offer; None: nobody fetches it."""
+    """After the offer; None for no fetch."""
     meets: bool = False
-    """Whether it is fetched by a rendezvous, when the offer may not have been made."""
+    """Whether it is fetched by a rendezvous, perhaps before the offer."""
     timeout_s: float = 20.0
     ttl_s: float = 30.0
     chunk_tokens: int = 0
@@ -66,7 +64,7 @@ class Plan:
 
 @dataclass(eq=False)
 class Handoff:
-    """One request: its plan, its KV, and where both sides are."""
+    """One request, and how far both sides are with it."""
 
     number: int
     plan: Plan
@@ -78,28 +76,25 @@ class Handoff:
     offer_id: str = ""
     offer: "Offer | None" = field(default=None, repr=False)
     lost_agent: bool = False
-    """Whether the agent that had its offer was lost: a commit before that may be unknown."""
+    """Whether the agent that had its offer was lost: an earlier commit may be unknown."""
     is_offered: bool = False
     sealed_at: float = math.inf
     offerer: "SimEngine | None" = field(default=None, repr=False)
-    """The engine that has asked its agent, until it has its blocks back."""
+    """The engine that has offered, until it has its blocks back."""
     released: bool = False
     outcome: Outcome | None = None
     """Of the offer; None when its engine or agent was gone."""
     asked: Any = field(default=None, repr=False)
-    """The last request for it, of its decode engine."""
+    """The last request of its decode engine."""
     fetcher: "SimEngine | None" = field(default=None, repr=False)
-    """As ``offerer``."""
     repeated: int = 0
-    """How often it was asked for again, as the decode agent was lost."""
+    """How often it was requested again, as the decode agent was lost."""
     is_ended: bool = False
     is_freed: bool = False
-    """Whether the decode engine has its blocks back."""
     ended_as: str = ""
     attempts: int = 0
     code: str = ""
     num_bytes: int = 0
-    """Of what was read, as the decode engine was told."""
     asked_at: float = 0.0
 
     @property
@@ -112,35 +107,29 @@ class Handoff:
         return f"{self.ended_as} {self.code}".strip()
 
 
+@dataclass(eq=False)
 class Ledger:
-    """All handoffs that are not over; counts how they ended.
+    """All handoffs that are not over, and how many ended how.
 
-    ``late_s`` says how long the decode side of a handoff was frozen since a time, ``quiet_since``
-    since when nothing goes wrong, ``history`` what the agents know of a handoff. ``on_offered``
-    gets its ticket.
+    ``late_s`` returns how long the decode side of a handoff was frozen since a time, and
+    ``quiet_since`` since when nothing goes wrong. ``on_offered`` gets the ticket.
     """
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        late_s: Callable[[Handoff, float], float],
-        quiet_since: Callable[[], float],
-        history: Callable[[Handoff], str],
-        on_offered: Callable[[Handoff, dict[str, Any]], None],
-    ) -> None:
-        self.world = world
-        self.ends: Counter[str] = Counter()
-        self.num_started = 0
-        self.live: dict[str, Handoff] = {}
-        self.on_offered = on_offered
-        self._late_s, self._quiet_since, self._history = late_s, quiet_since, history
+    world: World
+    _: KW_ONLY
+    late_s: Callable[[Handoff, float], float]
+    quiet_since: Callable[[], float]
+    history: Callable[[Handoff], str]
+    on_offered: Callable[[Handoff, dict[str, Any]], None]
+    ends: Counter[str] = field(default_factory=Counter)
+    num_started: int = 0
+    live: dict[str, Handoff] = field(default_factory=dict)
 
     def begin(self, plan: Plan) -> Handoff:
         number = self.num_started
         self.num_started += 1
         shape = NUM_LAYERS, len(PARTS), NUM_HEADS, plan.num_tokens, HEAD_DIM
-        drawn = self.world.luck.bytes(int(np.prod(shape)))
+        drawn = self.world.luck.randbytes(int(np.prod(shape)))
         content = np.frombuffer(drawn, np.uint8).reshape(shape)
         each = -(-plan.num_tokens // plan.num_pieces)
         stops = [min(plan.num_tokens, each * (at + 1)) for at in range(plan.num_pieces)]
@@ -149,18 +138,14 @@ class Ledger:
         return handoff
 
     def find(self, name: str) -> Handoff:
-        handoff = self.live.get(name)
-        if handoff is None:
+        if name not in self.live:
             self.world.fail(f"{name}: a notice came after all of it was over")
-            raise AssertionError
-        return handoff
+        return self.live[name]
 
     def offered_by(self, engine: "SimEngine") -> list[Handoff]:
-        """What was not released."""
         return [one for one in self.live.values() if one.offerer is engine and not one.released]
 
     def fetched_by(self, engine: "SimEngine") -> list[Handoff]:
-        """What has not ended, or holds blocks."""
         return [one for one in self.live.values() if one.fetcher is engine and not one.is_freed]
 
     def release(self, handoff: Handoff, outcome: Outcome | None) -> None:
@@ -168,7 +153,7 @@ class Ledger:
         if handoff.released:
             self.fail(handoff, "its offer was released twice")
         handoff.released, handoff.outcome, handoff.offerer = True, outcome, None
-        if not (handoff.offer_id or handoff.plan.meets):  # nobody has heard of it
+        if not (handoff.offer_id or handoff.plan.meets):  # no decode engine has its ticket
             handoff.is_ended = handoff.is_freed = True
         if handoff.ended_as == "completed" and not self._may_be_read(handoff):
             self.fail(handoff, f"completed, but its offer was {outcome}")
@@ -182,20 +167,20 @@ class Ledger:
         self._close_if_over(handoff)
 
     def skip_fetch(self, handoff: Handoff) -> None:
-        """Nobody fetches it, or the decode engine had no room, or no agent."""
+        """No fetch was planned, or the decode engine had no room, or no agent."""
         handoff.is_ended = True
         self.ends["skipped"] += 1
         self.freed(handoff)
 
     def end(self, handoff: Handoff, outcome: str, code: str) -> None:
-        """The decode engine was told how it ended."""
+        """The decode engine has the outcome of its fetch."""
         if handoff.is_ended:
             self.fail(handoff, "its fetch ended twice")
         handoff.is_ended, handoff.ended_as, handoff.code = True, outcome, code
         self.ends[handoff.end] += 1
         took_s, allowed_s = self.world.now - handoff.asked_at, handoff.plan.timeout_s + GRACE_S
-        is_late = took_s > allowed_s + LATE_S + self._late_s(handoff, handoff.asked_at)
-        if is_late and outcome != "lost":  # who leaves waits until its blocks are its own
+        is_late = took_s > allowed_s + LATE_S + self.late_s(handoff, handoff.asked_at)
+        if is_late and outcome != "lost":  # an engine that leaves waits for its blocks
             self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
         if outcome == "failed" and code in PASSING:
             self._check_repeated(handoff)
@@ -207,11 +192,11 @@ class Ledger:
             self.fail(handoff, "completed without an offer")
 
     def _check_repeated(self, handoff: Handoff) -> None:
-        """It had its time, and something kept it from its bytes."""
+        """Check that it had its time, and a reason not to get its bytes."""
         now, ends_at = self.world.now, handoff.asked_at + handoff.plan.timeout_s
         if now < ends_at - SPARE_S:
             self.fail(handoff, f"failed {ends_at - now:.1f} s before its deadline, not repeated")
-        began_at = max(self._quiet_since(), handoff.sealed_at, handoff.asked_at)
+        began_at = max(self.quiet_since(), handoff.sealed_at, handoff.asked_at)
         if not handoff.released and now - began_at > QUIET_S:
             self.fail(handoff, f"failed though nothing went wrong for {now - began_at:.1f} s")
 
@@ -221,8 +206,8 @@ class Ledger:
         self._close_if_over(handoff)
 
     def fail(self, handoff: Handoff, what: str) -> None:
-        """Something that must not be, with what the agents know of the handoff."""
-        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._history(handoff)}")
+        """Report a violation, with all that the agents know of the handoff."""
+        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self.history(handoff)}")
 
     def _may_be_read(self, handoff: Handoff) -> bool:
         return handoff.lost_agent or handoff.outcome in (None, Outcome.COMPLETED)

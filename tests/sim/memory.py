@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from tests.sim.world import SimLoop, World
 
 
 class MemorySockets:
-    """By their paths; a connection is both of its ends, and ends with either process."""
+    """Sockets by their paths; a connection is both of its ends, and ends with either process."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -23,7 +22,7 @@ class MemorySockets:
         self.connections: list[_Connection] = []
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """What the agents make by these names, by their modules."""
+        """Replacements of names, by module."""
         return {
             "kvbus_prefill.lending": {"AttachServer": partial(_Server, self)},
             "kvbus_decode.mapped": {
@@ -78,7 +77,6 @@ class _Connection:
         return answered.result()
 
     async def receive(self) -> NoReturn:
-        """Nothing but the end."""
         await asyncio.shield(self._ended)
         raise anyio.EndOfStream
 
@@ -107,7 +105,7 @@ class _Connection:
             settle = partial(answered.set_exception, error)
 
         def arrive() -> None:
-            with suppress(asyncio.InvalidStateError):  # nobody waits any more
+            if not answered.done():
                 settle()
 
         self._sockets.world.after(0.0, self.loop.call_soon, arrive)

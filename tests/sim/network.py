@@ -1,8 +1,8 @@
 """A simulated network, and ZeroMQ's sockets on it, as `kvbus.bus` uses them.
 
-What is sent on a connection comes in its order, late. A connection may break: what was under way
-then is lost, and the side that has connected connects again. A cut holds back what is sent between
-two machines, until it heals. Events may be lost one by one, as by a PUB at its high-water mark.
+A connection delivers its messages late, in their order. When it breaks, those in flight are lost,
+and the client connects again. A cut holds messages between two machines back, until it heals.
+Events may be lost one by one, as by a PUB at its high-water mark.
 """
 
 import errno
@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -26,7 +27,7 @@ _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One simulated process: where it runs, on which loop, and its sockets."""
+    """One simulated process, and its sockets."""
 
     name: str
     machine: str
@@ -51,21 +52,18 @@ class Link:
     def __init__(self, number: int, client: "SimSocket", server: "SimSocket") -> None:
         self.identity = b"\0" + number.to_bytes(4, "big")
         self.client, self.server = client, server
+        self.machines = frozenset((client.process.machine, server.process.machine))
         self.is_up = True
         self.free_at = {client: 0.0, server: 0.0}
-        """When the last message comes, by who gets it."""
+        """When the last message arrives, by its receiver."""
         self.held: list[tuple[SimSocket, list[bytes]]] = []
-        """What came during a cut."""
-
-    @property
-    def machines(self) -> frozenset[str]:
-        return frozenset((self.client.process.machine, self.server.process.machine))
+        """Messages of a cut."""
 
 
 class Network:
-    """All links; ``delay_s`` is the mean between machines, ``breaks`` and ``drops`` are shares.
+    """All links, with a mean delay between machines.
 
-    A message sent breaks its link in so many cases, an event is dropped in so many.
+    A share ``breaks`` of messages breaks the link, a share ``drops`` of events is lost.
     """
 
     def __init__(
@@ -80,24 +78,19 @@ class Network:
         self.sent: deque[bytes] = deque(maxlen=MOST_KEPT)
         """The last frame of each of the last messages."""
 
-    def context(self, process: Process) -> "SimContext":
-        return SimContext(self, process)
+    def cut(self, *machines: str) -> None:
+        self._cuts.add(frozenset(machines))
 
-    def cut(self, one: str, other: str) -> None:
-        """Nothing passes between two machines from now on."""
-        self._cuts.add(frozenset((one, other)))
-
-    def heal(self, one: str, other: str) -> None:
-        """It passes again, and what was sent meanwhile comes."""
-        self._cuts.discard(frozenset((one, other)))
+    def heal(self, *machines: str) -> None:
+        self._cuts.discard(frozenset(machines))
         for link in list(self.links.values()):
-            if link.held and not self._is_cut(link.machines):
+            if link.held and link.machines not in self._cuts:
                 held, link.held = link.held, []
                 for target, frames in held:
                     target.receive(link, frames)
 
-    def is_cut(self, one: str, other: str) -> bool:
-        return self._is_cut(frozenset((one, other)))
+    def is_cut(self, *machines: str) -> bool:
+        return frozenset(machines) in self._cuts
 
     def break_all(self, machine: str) -> None:
         for link in list(self.links.values()):
@@ -105,7 +98,6 @@ class Network:
                 self.break_link(link)
 
     def end_process(self, process: Process) -> None:
-        """The kernel closes what it had."""
         process.is_alive, process.loop.is_dead = False, True
         for one in list(process.sockets):
             one.close()
@@ -115,7 +107,8 @@ class Network:
         self.links.clear()
 
     def begin_connecting(self, client: "SimSocket", endpoint: str) -> None:
-        self.world.after(self._delay(endpoint), self._try, client, endpoint, RECONNECT_S)
+        delay_s = IPC_S if endpoint.startswith("ipc://") else self.delay_s
+        self.world.after(delay_s, self._try, client, endpoint, RECONNECT_S)
 
     def put(self, link: Link, target: "SimSocket", frames: list[bytes]) -> None:
         self.sent.append(frames[-1])
@@ -156,18 +149,10 @@ class Network:
         client.join(link)
 
     def _arrive(self, link: Link, target: "SimSocket", frames: list[bytes]) -> None:
-        if not link.is_up:
-            return
-        if link.held or self._is_cut(link.machines):
+        if link.is_up and (link.held or link.machines in self._cuts):
             link.held.append((target, frames))
-        else:
+        elif link.is_up:
             target.receive(link, frames)
-
-    def _is_cut(self, between: frozenset[str]) -> bool:
-        return between in self._cuts
-
-    def _delay(self, endpoint: str) -> float:
-        return IPC_S if endpoint.startswith("ipc://") else self.delay_s
 
 
 class SimContext:
@@ -180,18 +165,12 @@ class SimContext:
     def socket(self, kind: int) -> "SimSocket":
         return SimSocket(self, kind, next(self._numbers))
 
-    def probe(self, host: str, port: int) -> "SimProbe":
-        return SimProbe()
+    def probe(self, host: str, port: int) -> Any:
+        """Confirm that a connection was refused."""
+        return SimpleNamespace(end=lambda: True)
 
     def is_here(self, host: str) -> bool:
         return host == self.process.machine
-
-
-class SimProbe:
-    """Of who is told that there was no connection: here only where nobody listens."""
-
-    def end(self) -> bool:
-        return True
 
 
 class SimSocket:
@@ -213,12 +192,10 @@ class SimSocket:
         """Options change nothing here."""
 
     def setsockopt(self, option: int, value: Any) -> None:
-        """But for subscriptions."""
         if option == zmq.SUBSCRIBE:
             self.topics.add(value)
 
     def get(self, option: int) -> Any:
-        """ZMQ_EVENTS, or where it is bound."""
         if option == zmq.LAST_ENDPOINT:
             return self.endpoint.encode()
         return (_POLLIN if self._inbox else 0) | (_POLLOUT if self.links else 0)
@@ -246,7 +223,7 @@ class SimSocket:
         self.closed = True
         if self.endpoint:
             del self.network.bound[self.endpoint]
-        self._inbox.clear()  # a killed process, of which the remains run on, reads no more
+        self._inbox.clear()  # the remains of a killed process read no more
         self._hang_up()
         self.process.sockets.remove(self)
 
@@ -276,7 +253,6 @@ class SimSocket:
             self.network.put(link, link.server, frames)
 
     def _publish(self, frames: list[bytes]) -> None:
-        """An event, to those that have subscribed to it."""
         network, topic = self.network, frames[0]
         for link in list(self.links.values()):
             wanted = any(topic.startswith(one) for one in link.client.topics)

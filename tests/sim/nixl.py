@@ -1,19 +1,19 @@
 """A simulated NIXL agent: READs land in real memory, late and in parts, or never.
 
-As NIXL it cannot take back what is posted. Nothing moves while one of the two processes is frozen,
-or the target's progress is not driven. A peer that was killed is an error soon after; memory that
-is not registered any more fails a READ.
+Like NIXL it cannot cancel a posted READ. Nothing moves while one of the two processes is frozen, or
+the target does not drive progress. READs fail soon after their peer was killed, or when its memory
+is not registered.
 
-A peer's metadata says where it listens. UCX connects with the first READ, to whatever process
-listens there by then, and its keys are addresses. So metadata of a data process that has ended may
-lead to the next one, which has other memory at the same addresses.
+A peer's metadata has its address. UCX connects with the first READ, to the process that listens
+there by then, and its keys are addresses. So metadata of a data process that has ended may lead to
+the next one, which has other memory at the same addresses.
 """
 
 import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +23,18 @@ from kvbus.data.nixl import PeerMetadata, Registration
 from kvbus.errors import PeerLost, RemoteError, TransferFailed
 from tests.sim.network import Network
 
+if TYPE_CHECKING:
+    from tests.sim.data import SimChild
+
 Rows = npt.NDArray[np.uint64]
 STALLED_LOOK_S = 0.02
 KILLED_S = 0.05
 MOST_PIECES, MOST_EARLIER = 3, 3
 
 
-class Host(Protocol):
-    """The data process that an agent is in."""
-
-    machine: str
-    is_alive: bool
-    is_frozen: bool
-
-    @property
-    def is_driven(self) -> bool: ...
-
-    def on_moved(self) -> None:
-        """A posted handle has ended: the next poll finds it."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A READ: its pieces that have not landed yet."""
+    """A READ, and its pieces that have not landed."""
 
     peer: "Peer"
     pieces: list[tuple[Rows, Rows]]
@@ -60,7 +48,7 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A peer by its metadata; ``agent`` is what it connected to, with its first READ."""
+    """A peer by its metadata; its first READ connects it to ``agent``."""
 
     name: str
     contact: bytes
@@ -71,10 +59,10 @@ class Peer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fabric:
-    """All agents of a world, by where they listen.
+    """All agents of a world, by their addresses.
 
-    A piece takes ``part_s``; in so many cases, ``flips``, one bit of it is another one afterwards.
-    The data process that follows another one listens where that did in so many cases, ``follows``.
+    A piece takes ``part_s``, and a share ``flips`` of pieces has one bit changed. A share
+    ``follows`` of data processes listens where the one before did.
     """
 
     network: Network
@@ -85,7 +73,7 @@ class Fabric:
     _ports: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def place(self, machine: str, before: str) -> str:
-        """Where an agent on a machine listens; the one of its process before did ``before``."""
+        """An address for an agent; ``before`` is that of the data process before."""
         if before and self.network.world.luck.chance(self.follows):
             return before
         return f"{machine}:{next(self._ports)}"
@@ -94,16 +82,16 @@ class Fabric:
 class SimNixl:
     """The agent of one data process; it stands for `kvbus.data.nixl_agent.NixlAgent`."""
 
-    def __init__(self, fabric: Fabric, host: Host, name: str, place: str) -> None:
+    def __init__(self, fabric: Fabric, host: "SimChild", name: str, place: str) -> None:
         self.name, self.place = name, place
         self.num_moves = 0
-        """Handles that were prepared, posted or have ended, as its process knows."""
+        """Handles that the process has prepared, posted or found ended."""
         self._fabric, self.host, self._world = fabric, host, fabric.network.world
         self.registered: list[Registration] = []
         before = fabric.listening.get(place)
         earlier = [] if before is None else [before.registered, *before.earlier]
         self.earlier: list[list[Registration]] = earlier[:MOST_EARLIER]
-        """What those before it had registered, and readers may still have as its addresses."""
+        """Registrations of the processes before, whose addresses readers may still have."""
         self._peers: dict[str, Peer] = {}
         self._live: dict[Handle, None] = {}
         fabric.listening[place] = self
@@ -142,7 +130,7 @@ class SimNixl:
             self._world.fail(f"{self.name}: peer {name} is removed, and a READ from it is posted")
 
     def progress(self) -> None:
-        """What moves does so by itself, as long as the process calls this; see ``is_driven``."""
+        """Do nothing: pieces move by themselves; see ``is_driven``."""
 
     def prepare(
         self, peer: str, local: Rows, remote: Rows, kinds: tuple[MemoryKind, MemoryKind]
@@ -153,12 +141,11 @@ class SimNixl:
             raise _lost(peer)
         if self._world.lacks_memory():
             raise TransferFailed("no memory for a request", peer=peer)
-        num_pieces = min(len(local), 1 + self._world.luck.below(MOST_PIECES))
+        num_pieces = min(len(local), 1 + self._world.luck.randrange(MOST_PIECES))
         pieces = [np.array_split(rows, num_pieces) for rows in (local, remote)]
         return Handle(known, list(zip(*pieces, strict=True)))
 
     def post(self, handle: Handle, peer: str) -> bool:
-        """Each piece lands at a moment of its own."""
         self.num_moves += 1
         handle.is_posted = True
         self._live[handle] = None
@@ -186,10 +173,8 @@ class SimNixl:
         for peer in self._peers.values():
             self._break(peer)
 
-    # What lands.
-
     def _land(self, handle: Handle, piece: tuple[Rows, Rows], has_seen_death: bool) -> None:
-        """A piece lands, fails, or is looked at later."""
+        """Have a piece land, fail, or try again later."""
         if not self.host.is_alive or not any(one is piece for one in handle.pieces):
             return
         peer, world = handle.peer, self._world
@@ -219,10 +204,10 @@ class SimNixl:
             ctypes.c_uint8.from_address(int(local[0, 0])).value ^= 1
         return None
 
-    # Data processes of one agent map the same things, and so at the same addresses, but not in the
-    # same order. What registration number 2 was for a reader of the one before is number 2 here.
+    # Data processes of one agent map the same memories at the same addresses, but not in the same
+    # order. Registration number 2 of the process before is number 2 here.
     def find(self, address: int, length: int) -> int:
-        """Where the bytes are that a reader knows by an address; 0: nowhere."""
+        """The true address of a reader's bytes; 0 if there is none."""
         if _contains(self.registered, address, length):
             return address
         for earlier in self.earlier:
@@ -238,7 +223,7 @@ class SimNixl:
             self.host.on_moved()
 
     def _break(self, peer: Peer) -> None:
-        """Its READs fail, also later ones, and nothing of them lands."""
+        """Fail all READs from a peer, also later ones."""
         peer.is_broken = True
         for handle in [one for one in self._live if one.peer is peer]:
             if not handle.is_terminal:
@@ -273,7 +258,7 @@ def _lost(peer: str) -> PeerLost:
 
 
 def _blob(name: str, place: str) -> bytes:
-    """The fields of metadata of NIXL, with no memory."""
+    """Metadata as of NIXL, with no memory."""
 
     def of(tag: bytes, content: bytes) -> bytes:
         return tag + len(content).to_bytes(8, "little") + content + b"|"
@@ -285,5 +270,4 @@ def _blob(name: str, place: str) -> bytes:
 
 
 def _place_of(metadata: PeerMetadata) -> str:
-    """The last field of what says how to connect."""
     return metadata.contact.rpartition(b"\0")[2].rstrip(b"|").decode()

@@ -12,7 +12,6 @@ from tests.sim.worlds import HND, LEAST_COMPLETED, RESTLESS, SORTS, Sort, cells,
 from tests.support.examples import num_examples
 
 pytestmark = pytest.mark.timeout(600)  # 15 s of CPU, on a machine that may have other work
-SEEDS = range(num_examples(12))
 LACKING = {
     "direct": quick(lacks=0.05),
     "packed": quick(decode=HND, lacks=0.05),
@@ -21,34 +20,25 @@ LACKING = {
 """Some READs and threads cannot be started."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(num_examples(12, 6)))
 @pytest.mark.parametrize("name", SORTS)
 def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
     cluster = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
-
     assert cluster.ledger.ends["completed"] > LEAST_COMPLETED
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LACKING)
-def test_blocks_come_back_where_memory_is_lacking(name: str, seed: int) -> None:
-    sort = Sort(settings=LACKING[name], **RESTLESS)
-
-    cluster = simulate(sort, seed=seed, num_handoffs=200)
-
+def test_blocks_come_back_where_memory_is_lacking(name: str) -> None:
+    cluster = simulate(Sort(settings=LACKING[name], **RESTLESS), seed=1, num_handoffs=200)
     assert cluster.world.num_lacking > 10
     assert cluster.ledger.ends["completed"] > LEAST_COMPLETED
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("crashes", 46), ("slow cells", 13), ("frozen", 8), ("compared", 13)]
-)
+@pytest.mark.parametrize(("name", "seed"), [("slow cells", 13), ("frozen", 8), ("compared", 13)])
 def test_the_same_seed_is_the_same_world(name: str, seed: int) -> None:
     first, again = (simulate(SORTS[name], seed=seed, num_handoffs=60) for _ in range(2))
-
     assert first.ledger.ends == again.ledger.ends
-    assert first.world.now == again.world.now
-    assert first.world.num_steps == again.world.num_steps
+    assert (first.world.now, first.world.num_steps) == (again.world.now, again.world.num_steps)
 
 
 seconds = st.sampled_from([0.0, 0.001, 0.003, 0.01, 0.1, 1.0])
@@ -76,7 +66,7 @@ faults = st.builds(
 shapes = st.sampled_from([(Shape(), Shape()), (Shape(), HND), (HND, Shape(block_size=5))])
 
 
-@examples(max_examples=num_examples(1200))
+@examples(max_examples=num_examples(1200, 8))
 @given(
     shapes=shapes,
     plans=st.lists(st.tuples(plans, seconds), min_size=1, max_size=4),

@@ -9,7 +9,7 @@ import selectors
 import traceback
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import Context
@@ -22,56 +22,41 @@ from anyio._backends._asyncio import CancelScope
 T = TypeVar("T")
 
 _PAST_S = 1e-8
-"""A timer is looked at so much behind its time, which the process's own clock then has reached."""
-
-
+"""A timer runs so long after its time, so that the process's own clock has reached it."""
 _MOST_TURNS, _TURNS_S = 100, 100e-6
-"""What an event loop does takes no time, but for so many turns without a pause: anyio turns while a
-cancelled scope waits for a shielded one.
+"""An event loop takes no time, but for so many turns without a pause. anyio turns while a cancelled
+scope waits for a shielded one.
 """
-
 _SPINS_S = 2.0
-"""An event loop that turns for so long without a pause does so for ever."""
-
-
+"""An event loop that turns for so long without a pause never rests."""
 _STEPS_OF_A_COLLECTION = 500
-"""Mapped memory goes when nothing refers to it: when garbage is collected follows from steps."""
+"""Mapped memory goes when nothing refers to it, so garbage is collected by steps."""
 
 
 class Violation(AssertionError):
     """Something that must not happen."""
 
 
-class Luck:
-    """All that is drawn in a world, from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self.bytes = self._random.randbytes
-        self.below = self._random.randrange
-        self.uniform = self._random.uniform
+class Luck(random.Random):
+    """All random draws of a world, from one seed."""
 
     def chance(self, share: float) -> bool:
-        """True in so many of all cases."""
-        return share > 0 and self._random.random() < share
-
-    def pick(self, some: Sequence[T]) -> T:
-        return some[self.below(len(some))]
+        return share > 0 and self.random() < share
 
     def delay_s(self, mean_s: float) -> float:
         """Around the mean, seldom many times as long."""
-        return self._random.expovariate(1 / mean_s)
+        return self.expovariate(1 / mean_s)
 
 
 class _NoSelector(selectors.SelectSelector):
-    """Nothing that the kernel has is waited for."""
+    """A selector that never waits for the kernel."""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         return []
 
 
 class _SimTask(asyncio.Task[Any]):
-    """A task whose place in a set follows from the seed: that of an address would vary."""
+    """A task whose place in a set follows from the seed, not from its address."""
 
     def __init__(self, number: int, coro: Any, **more: Any) -> None:
         self._number = number
@@ -84,7 +69,7 @@ class _SimTask(asyncio.Task[Any]):
 class SimLoop(asyncio.SelectorEventLoop):
     """The event loop of one simulated process; its clock has an offset and a rate of its own.
 
-    It is asyncio's own, stepped from outside: for that some of its attributes are read here.
+    It is asyncio's own, stepped from outside, which needs some of its private attributes.
     """
 
     _ready: deque[asyncio.Handle]
@@ -107,7 +92,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self.world.now * self._rate + self._offset_s
 
     def next_at(self) -> float | None:
-        """When it has something to do, in the world's time; None when it waits for others."""
+        """When it has something to do, in the world's time; None when it only waits."""
         if self._ready:
             return self.world.now
         scheduled = self._scheduled
@@ -152,7 +137,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # a future either way
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """Call it at some moment soon: no thread is needed for what takes no time here."""
+        """Call it soon, without a thread."""
         called: asyncio.Future[T] = self.create_future()
         delay_s = self.world.luck.delay_s(self.world.thread_s)
         self.call_later(delay_s, _settle, called, partial(func, *args))
@@ -161,14 +146,13 @@ class SimLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]  # as asyncio's but for its type variables
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """There are no threads."""
         return self.call_soon(callback, *args, context=context)
 
     def _make_self_pipe(self) -> None:
-        """Nobody wakes it from outside."""
+        """Make none: no other thread wakes it."""
 
     def _close_self_pipe(self) -> None:
-        """See `_make_self_pipe`."""
+        """Do nothing: there is none."""
 
     def _see_failure(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -179,7 +163,6 @@ class SimLoop(asyncio.SelectorEventLoop):
 
 
 def _settle(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
-    """With what a call returns or raises."""
     try:
         result = call()
     except Exception as error:
@@ -189,9 +172,9 @@ def _settle(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
 
 
 class World:
-    """The clock, the loops, and what happens outside of all processes.
+    """The clock, the loops, and all that happens outside of processes.
 
-    ``lacks`` is the share of copies and of READs for which there is no memory.
+    There is no memory for a share ``lacks`` of copies and READs.
     """
 
     def __init__(self, seed: int, *, thread_s: float = 100e-6, lacks: float = 0.0) -> None:
@@ -199,7 +182,7 @@ class World:
         self.luck = Luck(seed)
         self.thread_s, self.lacks = thread_s, lacks
         self.failures: list[str] = []
-        self.num_steps = self.num_lacking = 0
+        self.num_steps = self.num_lacking = self.num_events = 0
         self._loops: list[SimLoop] = []
         self._calls: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -211,7 +194,7 @@ class World:
         return loop
 
     def new_number(self) -> int:
-        """One that nothing else in this world has."""
+        """Return a number that is unique in this world."""
         return next(self._numbers)
 
     def close(self) -> None:
@@ -221,13 +204,12 @@ class World:
         self._calls.clear()
 
     def lacks_memory(self) -> bool:
-        """Whether there is none this time."""
         is_short = self.luck.chance(self.lacks)
         self.num_lacking += is_short
         return is_short
 
     def watch(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
-        """The main task of a process that lives may end, but not fail."""
+        """Check that the main task of a live process does not fail."""
         main.add_done_callback(lambda _: self._see_end(main, loop))
 
     def _see_end(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
@@ -235,25 +217,24 @@ class World:
             self.failures.append("".join(traceback.format_exception(error)))
 
     def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        """Have something happen that is no process's doing."""
-        at = (self.now + delay_s, next(self._numbers), call, args)
-        heapq.heappush(self._calls, at)
+        """Have something happen outside of processes."""
+        heapq.heappush(self._calls, (self.now + delay_s, next(self._numbers), call, args))
 
     def fail(self, what: str, error: BaseException | None = None) -> None:
-        """Something happened that must not: the run ends with the first such thing."""
+        """Raise the first violation, which ends the run."""
         failure = f"at {self.now:.6f} s: {what}"
         self.failures.append(failure)
         raise Violation(failure) from error
 
     def end(self, *, within_s: float, until: Callable[[], bool]) -> None:
-        """Let processes end: nothing else happens, and nothing counts any more."""
+        """Let processes end, without any check."""
         self._calls.clear()
         end = self.now + within_s
         while not until() and self._step(end):
             continue
 
     def run(self, until: Callable[[], bool], *, within_s: float) -> bool:
-        """Go on until something holds; False when it does not in so many seconds."""
+        """Go on until ``until`` holds; False when it does not in so many seconds."""
         end = self.now + within_s
         while not until():
             if not self._step(end):
@@ -277,6 +258,7 @@ class World:
         if not self.num_steps % _STEPS_OF_A_COLLECTION:
             gc.collect(1)
         if first is None:
+            self.num_events += 1
             _, _, call, args = heapq.heappop(self._calls)
             call(*args)
         else:
@@ -291,7 +273,6 @@ class World:
         return True
 
     def _see_spin(self, loop: SimLoop) -> None:
-        """A process that does not come to rest."""
         loop.busy_since = since = self.now if loop.busy_since is None else loop.busy_since
         if self.now - since > _SPINS_S:
             self.fail(f"{loop.name} has not come to rest for {_SPINS_S:g} s")
@@ -299,10 +280,7 @@ class World:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Names, secrets and pauses that the product draws follow from the seed.
-
-    So does the order in which anyio cancels, which walks sets, and what `World` collects.
-    """
+    """Draw the product's names, secrets and pauses, and the order of anyio's tasks, from a seed."""
     drawn = random.Random(seed)
     state, collects = random.getstate(), gc.isenabled()
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""What worlds there are: shapes, networks, and how often what goes wrong; and runs of them."""
+"""Kinds of worlds: shapes, networks, and how often faults happen; and runs of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,22 +13,15 @@ LEASE_S, QUARANTINE_S = 3.0, 20.0
 LEAST_COMPLETED = 5
 SHORT: dict[str, Any] = {"heartbeat_s": 2.0, "drain_timeout_s": 5.0}
 PREFILL = {**SHORT, "max_lease_s": 10.0, "late_read_s": 5.0}
-DECODE = {
-    **SHORT,
-    "lease_s": LEASE_S,
-    "request_timeout_s": 2.0,
-    "quarantine_timeout_s": QUARANTINE_S,
-}
+LEASES = {"lease_s": LEASE_S, "quarantine_timeout_s": QUARANTINE_S}
+DECODE = {**SHORT, **LEASES, "request_timeout_s": 2.0}
 HND = Shape(tp=4, block_size=6, layout="block,kv,head,token,dim")
-"""Of fewer heads than ranks: what is read once is copied to two of them."""
+"""Fewer heads than ranks, so that each tile is copied to two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sort:
-    """A kind of world: its settings, and how often requests and faults do what.
-
-    ``fault_every_s`` is the mean time between faults of ``kinds``; 0: none.
-    """
+    """A kind of world; ``fault_every_s`` is the mean time between faults, 0 for none."""
 
     settings: Settings
     request_every_s: float = 0.008
@@ -51,7 +44,7 @@ def quick(
     decode_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Settings:
-    """Deadlines that a test can wait for; they pass in no time."""
+    """Settings with short deadlines."""
     return Settings(
         prefill_config={**PREFILL, **(prefill_config or {})},
         decode_config={**DECODE, **(decode_config or {})},
@@ -60,7 +53,7 @@ def quick(
 
 
 def cells(**settings: Any) -> Settings:
-    """Agents of one machine: offers are committed by their cells."""
+    """Agents of one machine, which commit offers by their cells."""
     mapped = {"mapped": True}
     return quick(mapped, mapped, pairs=2, **settings)
 
@@ -78,7 +71,6 @@ DATA = (
     FaultKind.RESET,
     FaultKind.CRASH_AGENT,
 )
-"""What befalls data processes."""
 
 SORTS: dict[str, Sort] = {
     "plain": Sort(settings=quick()),
@@ -137,12 +129,12 @@ SORTS: dict[str, Sort] = {
 
 
 def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Cluster:
-    """Hand off so often; raises `Violation`."""
+    """Run a world with so many handoffs. Raises `Violation`."""
     with cluster_of(sort.settings, seed) as cluster:
         world, ledger = cluster.world, cluster.ledger
 
         def is_going_on() -> bool:
-            """A world without a handoff that completes shows little: it has more requests."""
+            """Whether to go on, for longer in a world with few complete handoffs."""
             is_idle = ledger.ends["completed"] <= LEAST_COMPLETED
             return ledger.num_started < (3 if is_idle else 1) * num_handoffs
 
@@ -153,7 +145,6 @@ def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Cluster:
                 world.after(world.luck.delay_s(sort.request_every_s), ask_on)
 
         def go_wrong() -> None:
-            """Faults come as long as requests do."""
             if sort.fault_every_s and is_going_on():
                 cluster.suffer(fault(sort, world.luck))
                 world.after(world.luck.delay_s(sort.fault_every_s), go_wrong)
@@ -165,34 +156,32 @@ def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Cluster:
 
 
 def fault(sort: Sort, luck: Luck) -> Fault:
-    """What goes wrong next."""
     return Fault(
-        luck.pick(sort.kinds),
-        role=luck.pick((P, D)),
-        number=luck.below(sort.settings.pairs),
-        other=luck.below(sort.settings.pairs),
+        luck.choice(sort.kinds),
+        role=luck.choice((P, D)),
+        number=luck.randrange(sort.settings.pairs),
+        other=luck.randrange(sort.settings.pairs),
         lasts_s=luck.delay_s(sort.lasts_s),
     )
 
 
 def plan(sort: Sort, luck: Luck, number: int) -> Plan:
-    """What the next request does."""
-    num_tokens = 1 + luck.below(sort.num_tokens)
+    num_tokens = 1 + luck.randrange(sort.num_tokens)
     grows, meets = luck.chance(sort.grows), luck.chance(sort.meets)
     return Plan(
-        prefill=luck.below(sort.settings.pairs),
-        decode=luck.below(sort.settings.pairs),
+        prefill=luck.randrange(sort.settings.pairs),
+        decode=luck.randrange(sort.settings.pairs),
         num_tokens=num_tokens,
-        first_token=luck.below(num_tokens + 1) if luck.chance(sort.hits) else 0,
-        num_pieces=1 + luck.below(4) if grows else 1,
+        first_token=luck.randrange(num_tokens + 1) if luck.chance(sort.hits) else 0,
+        num_pieces=1 + luck.randrange(4) if grows else 1,
         gap_s=luck.delay_s(sort.gap_s),
         fetch_after_s=None if luck.chance(sort.unread) else luck.delay_s(0.005),
         meets=meets,
         transfer_id=f"transfer-of-{number:06}" if meets else None,
-        timeout_s=luck.pick((2.0, 10.0, 30.0)),
-        ttl_s=luck.pick((3.0, 20.0)),
-        chunk_tokens=luck.pick((0, 0, 4, 8)),
-        priority=luck.below(3),
+        timeout_s=luck.choice((2.0, 10.0, 30.0)),
+        ttl_s=luck.choice((3.0, 20.0)),
+        chunk_tokens=luck.choice((0, 0, 4, 8)),
+        priority=luck.randrange(3),
         withdraw_after_s=luck.delay_s(0.01) if luck.chance(sort.withdrawn) else None,
         cancel_after_s=luck.delay_s(0.01) if luck.chance(sort.cancelled) else None,
         gives_up_offer=luck.chance(0.5),

@@ -15,9 +15,12 @@ Start = Callable[..., Data]
 MakeMemory = Callable[..., FlatMemory]
 
 
+def code_of(reply: wire.DataReply) -> str | None:
+    return reply.error.code if reply.error else None
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start data processes."""
     with ExitStack() as ends:
 
         def make(name: str = "data", **options: Any) -> Data:
@@ -30,7 +33,6 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def memory() -> Iterator[MakeMemory]:
-    """Make flat memory of so many blocks of so many bytes."""
     with ExitStack() as ends:
 
         def make(num_blocks: int, block_bytes: int, **options: Any) -> FlatMemory:
@@ -49,10 +51,7 @@ def one(start: Start) -> Data:
 
 @dataclass
 class Pair:
-    """A reader with ``ours``, and a holder with ``theirs`` that drives progress.
-
-    Memory 1 of either is registered; plan 1 of the reader is from all of it to all of it.
-    """
+    """A reader, and a holder that drives progress; the reader's plan 1 is from all to all."""
 
     reader: Data
     holder: Data
@@ -68,6 +67,14 @@ class Pair:
     def read_all(self) -> int:
         return self.reader.read(1, self.blocks, self.blocks)
 
+    def read_of_stopped(self) -> int:
+        """Stop the holder, once connected, and start a READ of all blocks."""
+        assert self.can_read()
+        self.holder.stop()
+        number = self.read_all()
+        self.reader.call(wire.Barrier())
+        return number
+
     def can_read(self, source: int = 3, target: int = 5) -> bool:
         """Whether a block arrives."""
         self.ours.blocks[target] = 0
@@ -75,13 +82,11 @@ class Pair:
         return np.array_equal(self.ours.blocks[target], self.theirs.blocks[source])
 
     def add_holder(self, name: str, flat: FlatMemory) -> tuple[Data, Held]:
-        """Start another holder."""
         other = opened(self.start(name))
         return other, other.hold(1, flat)
 
 
 def opened(data: Data) -> Data:
-    """Open NIXL, and drive progress."""
     data.call(wire.OpenNixl())
     data.call(wire.DriveProgress(on=True))
     return data

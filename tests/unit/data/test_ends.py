@@ -31,20 +31,6 @@ with socket.socket(fileno=0) as out:
 """
 
 
-def test_process_ends_when_channel_closes_despite_endless_read(
-    make_pair: MakePair,
-) -> None:
-    pair = make_pair(64, MIB, tls="tcp")
-    assert pair.can_read()
-    pair.holder.stop()
-    pair.read_all()
-    pair.reader.call(wire.Barrier())
-
-    pair.reader.channel.close()
-
-    assert pair.reader.process.wait(WITHIN_S) == 0
-
-
 def test_process_ends_with_its_parent_while_channel_is_open() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
@@ -55,67 +41,57 @@ def test_process_ends_with_its_parent_while_channel_is_open() -> None:
         with socket.socket(fileno=channel) as held:
             parent.kill()
             parent.wait()
-            signalled = _ended(pidfd)
+            signalled = bool(select.select([pidfd], [], [], WITHIN_S)[0])
             assert held.recv(1 << 10) == b""
         os.close(pidfd)
 
     assert signalled
 
 
-def _ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], WITHIN_S)[0])
-
-
 def test_process_does_not_start_if_parent_did_not_make_channel() -> None:
-    """The one that did has ended: another process is its parent then."""
+    """Its true parent has ended, so another process is its parent."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     start = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:], stdin=0))"
     command = [sys.executable, "-c", start, sys.executable, "-m", "kvbus.data", "0"]
     with ours, theirs:
         ended = subprocess.run(command, stdin=theirs.fileno(), timeout=WITHIN_S, check=False)
-
     assert ended.returncode == 0
 
 
 def test_signals_that_end_an_agent_leave_it_running(start: Start) -> None:
     data = start()
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         data.process.send_signal(number)
-
     assert data.call(wire.Barrier()) is None
 
 
 def test_defect_ends_process_with_trace_in_log_and_on_stderr(start: Start, folder: Path) -> None:
     with (folder / "stderr").open("wb") as stderr:
         data: Data = start(stderr=stderr)
-
         data.channel.send(wire.Barrier())
         data.send_raw(b"\0\x01")
         status = data.process.wait(WITHIN_S)
         while data.receive():
             pass
-
     (line,) = [one for one in data.notices if isinstance(one, wire.Log)]
-    assert status == 1
-    assert line.event == "data.broken"
+    assert (status, line.event) == (1, "data.broken")
     assert "ValidationError" in str(line.fields["trace"])
     assert "ValidationError" in (folder / "stderr").read_text()
 
 
-def test_nothing_lands_after_it_was_killed(make_pair: MakePair) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nothing_lands_after_its_end(make_pair: MakePair, is_killed: bool) -> None:
     pair = make_pair(64, MIB, tls="tcp")
-    assert pair.can_read()
-    pair.holder.stop()
-    pair.read_all()
-    pair.reader.call(wire.Barrier())
-
-    pair.reader.end()
+    pair.read_of_stopped()
+    if is_killed:
+        pair.reader.end()
+    else:
+        pair.reader.channel.close()
+        assert pair.reader.process.wait(WITHIN_S) == 0
     pair.ours.content[:] = CANARY
     pair.holder.go_on()
     answered = pair.holder.send(wire.Barrier())
     pair.holder.until(lambda: answered in pair.holder.replies or pair.holder.has_hung_up)
-
     assert bool(np.all(pair.ours.content == CANARY))
 
 
@@ -124,7 +100,6 @@ def test_a_descriptor_that_it_inherits_stays_open_until_it_ends(start: Start) ->
     data = start(forked=False, pass_fds=(theirs,))
     os.close(theirs)
     os.set_blocking(ours, False)
-
     with pytest.raises(BlockingIOError):
         os.read(ours, 1)
     data.process.kill()
@@ -155,16 +130,9 @@ class LostGpu:
         """Do nothing."""
 
 
-def test_gpu_fault_fails_copy_for_repeat_and_ends_process(
-    monkeypatch: pytest.MonkeyPatch, memory: MakeMemory
-) -> None:
-    package = SimpleNamespace(
-        CudaMapping=LostGpu,
-        CopyStream=LostGpu,
-        GpuMover=LostGpu,
-        gpu_ordinal=lambda _: 0,
-        is_context_lost=lambda: True,
-    )
+def test_gpu_fault_ends_data_process(monkeypatch: pytest.MonkeyPatch, memory: MakeMemory) -> None:
+    names = dict.fromkeys(("CudaMapping", "CopyStream", "GpuMover"), LostGpu)
+    package = SimpleNamespace(gpu_ordinal=lambda _: 0, is_context_lost=lambda: True, **names)
     monkeypatch.setattr("kvbus.data.memories.cuda", lambda: package)
     flat, data = memory(4, 4096), DataInThread()
     part = wire.CudaPart("GPU-0", bytes(64), 0, None)
@@ -205,5 +173,4 @@ sys.exit(" ".join(loaded & set("{unwanted}".split())))
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-
     assert not ended.stderr.strip()

@@ -5,14 +5,12 @@ import pytest
 from kvbus.data import messages as wire
 from kvbus.errors import ErrorCode
 from tests.support.data_process import Data, add_plan, moves
-from tests.unit.data.conftest import MakeMemory, MakePair, Start
+from tests.unit.data.conftest import MakeMemory, MakePair, Start, code_of
 
 BLOCK_BYTES, NUM_BLOCKS = 16 << 10, 256
 
 
-def test_requests_wait_for_what_they_name(
-    start: Start, make_pair: MakePair, memory: MakeMemory
-) -> None:
+def test_requests_wait_for_objects(start: Start, make_pair: MakePair, memory: MakeMemory) -> None:
     held = make_pair().held
     reader, ours = start("late"), memory(NUM_BLOCKS, BLOCK_BYTES)
     numbers = [
@@ -34,13 +32,9 @@ def test_requests_wait_for_what_they_name(
 
 
 @pytest.mark.parametrize("num_blocks", [1, NUM_BLOCKS])
-def test_a_copy_brings_the_blocks_of_its_tables(
-    one: Data, memory: MakeMemory, num_blocks: int
-) -> None:
-    source = memory(NUM_BLOCKS, BLOCK_BYTES, seed=1)
-    target = memory(NUM_BLOCKS, BLOCK_BYTES)
+def test_a_copy_brings_blocks_of_tables(one: Data, memory: MakeMemory, num_blocks: int) -> None:
+    source, target = memory(NUM_BLOCKS, BLOCK_BYTES, seed=1), memory(NUM_BLOCKS, BLOCK_BYTES)
     blocks = range(num_blocks), range(NUM_BLOCKS - num_blocks, NUM_BLOCKS)
-
     one.stop()
     one.send(source.added(1, direct=False, borrowed=True), [source.fd])
     one.send(target.added(2, direct=False), [target.fd])
@@ -48,34 +42,25 @@ def test_a_copy_brings_the_blocks_of_its_tables(
     number = one.copy(3, *blocks)
     one.go_on()  # it finds all of them
     reply = one.wait(number)
-
-    assert reply.error is None
-    assert reply.num_bytes == num_blocks * BLOCK_BYTES
+    assert (reply.error, reply.num_bytes) == (None, num_blocks * BLOCK_BYTES)
     assert (target.blocks[NUM_BLOCKS - num_blocks :] == source.blocks[:num_blocks]).all()
 
 
 def test_jobs_fail_with_error_of_named_objects_or_as_defect(one: Data, memory: MakeMemory) -> None:
-    flat = memory(1, BLOCK_BYTES)
-    wrong = wire.AddMemory(
-        memory=1,
-        engine=flat.engine,
-        rank=flat.rank,
-        segments=(wire.SegmentPart("kv", 4096),),
-        direct=False,
-    )
+    flat = memory(2, BLOCK_BYTES)
+    wrong = memory(1, BLOCK_BYTES).added(1, direct=False)
+    copy = wire.Copy(plan=3, turn=wire.Turn("a"), **moves([0], [0]))
     numbers = [
         one.send(wrong, [flat.fd]),
         one.send(flat.added(2, direct=False), [flat.fd]),
         one.send(add_plan(3, 1, 2)),
-        one.send(wire.Copy(plan=3, turn=wire.Turn("a"), **moves([0], [0]))),
+        one.send(copy),
     ]
 
     errors = [one.wait(number).error for number in numbers]
-    undefined = one.do(wire.Copy(plan=9, turn=wire.Turn("a"), **moves([0], [0]))).error
 
     assert errors[0]
     assert errors[0].code is ErrorCode.SEGMENT
     assert errors[1] is None
     assert errors[2] == errors[3] == errors[0]
-    assert undefined
-    assert undefined.code is ErrorCode.INTERNAL
+    assert code_of(one.do(wire.Copy(plan=9, turn=wire.Turn("a"), **moves([0], [0])))) == "internal"

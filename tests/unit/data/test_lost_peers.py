@@ -6,7 +6,7 @@ import pytest
 from kvbus.data import messages as wire
 from kvbus.errors import ErrorCode, LocalError, PeerLost, RemoteError
 from tests.support.data_process import MIB
-from tests.unit.data.conftest import MakeMemory, MakePair, Pair
+from tests.unit.data.conftest import MakeMemory, MakePair, Pair, code_of
 
 SLICE_BLOCKS, NUM_BLOCKS = 64, 256
 PINGS = 200
@@ -26,9 +26,7 @@ def stopped(make_pair: MakePair) -> tuple[Pair, int]:
     return pair, number
 
 
-def test_stopped_peer_keeps_its_read_in_flight_and_delays_no_job(
-    stopped: tuple[Pair, int], memory: MakeMemory
-) -> None:
+def test_stopped_peer_delays_no_other_job(stopped: tuple[Pair, int], memory: MakeMemory) -> None:
     pair, number = stopped
     reader = pair.reader
     _, held = pair.add_holder("other", memory(4, MIB, seed=4))
@@ -53,8 +51,7 @@ def test_stopped_peer_keeps_its_read_in_flight_and_delays_no_job(
 
     assert memory_back.value.code is ErrorCode.BUSY
     assert was_over == (False, False)
-    assert reply.error
-    assert reply.error.code is ErrorCode.CANCELLED
+    assert code_of(reply) is ErrorCode.CANCELLED
     assert 0 < reply.num_bytes < NUM_BLOCKS * MIB
     assert not at_end[reply.num_bytes : NUM_BLOCKS * MIB].any()
     assert np.array_equal(pair.ours.content[MIB:], at_end[MIB:]), "nothing lands after its end"
@@ -62,20 +59,16 @@ def test_stopped_peer_keeps_its_read_in_flight_and_delays_no_job(
     reader.call(wire.RemoveMemory(memory=1))
 
 
-def test_peer_killed_during_read_is_lost_and_other_is_readable(
-    stopped: tuple[Pair, int], memory: MakeMemory
-) -> None:
+def test_peer_killed_during_read_is_lost(stopped: tuple[Pair, int], memory: MakeMemory) -> None:
     pair, number = stopped
     reader = pair.reader
     _, held = pair.add_holder("other", memory(4, MIB, seed=2))
-
     pair.holder.end()
     with pytest.raises(PeerLost) as lost:
         reader.result(number)
     reader.meet(held, 2, 1)
     reader.result(reader.read(2, [1], [1]))
     reader.call(wire.RemovePeer(peer="holder"))
-
     assert lost.value.detail["nixl"] == "nixlRemoteDisconnectError"
     assert np.array_equal(pair.ours.blocks[1], held.flat.blocks[1])
 
@@ -90,7 +83,6 @@ def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: tuple[Pai
     pair, number = stopped
     reader = pair.reader
     (blob,) = pair.held.metadata
-
     with pytest.raises(RemoteError):  # NIXL forgets a known peer when it refuses its metadata
         reader.call(wire.AddPeer(peer="holder", metadata=(without_key(blob),)))
     pair.holder.go_on()
@@ -98,25 +90,8 @@ def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: tuple[Pai
         reader.call(wire.Barrier())
     with pytest.raises(LocalError, match="a handle still writes") as memory_back:
         reader.call(wire.RemoveMemory(memory=1))
-
     assert memory_back.value.code is ErrorCode.BUSY
     assert not reader.has_ended(number)
-
-
-def test_peer_added_again_after_broken_connections_is_readable(
-    make_pair: MakePair,
-) -> None:
-    pair = make_pair()
-    assert pair.can_read()
-
-    numbers = [
-        pair.reader.send(wire.RemovePeer(peer="holder")),
-        pair.reader.send(wire.AddPeer(peer="holder", metadata=pair.held.metadata)),
-        pair.reader.read(1, [9], [9]),
-    ]
-
-    assert not any(pair.reader.wait(number).error for number in numbers)
-    assert np.array_equal(pair.ours.blocks[9], pair.theirs.blocks[9])
 
 
 def test_progress_is_driven_on_demand_only(make_pair: MakePair) -> None:

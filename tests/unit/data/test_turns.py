@@ -1,4 +1,4 @@
-"""Threads that do the parts of many jobs: whose turn it is, and when a job is over."""
+"""Threads that do the parts of many jobs: turns, and ends of jobs."""
 
 import threading
 import time
@@ -24,36 +24,29 @@ FAILED = LocalError("of a part or a plan")
 
 @dataclass
 class Log:
-    """What was done, in order, and how jobs ended; ``gate`` holds up what waits for it."""
+    """Parts and ends of jobs, in order; held parts wait for ``gate``."""
 
     done: list[str] = field(default_factory=list)
     ends: list[tuple[str, Exception | None]] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str, *, is_held: bool = False) -> Part:
         def add() -> int:
+            if is_held:
+                self.begun.set()
+                assert self.gate.wait(WITHIN_S)
             self.done.append(name)
             return 1
 
         return add
 
-    def held_part(self, name: str) -> Part:
-        def wait() -> int:
-            self.begun.set()
-            assert self.gate.wait(WITHIN_S)
-            self.done.append(name)
-            return 1
-
-        return wait
-
     def job(self, name: str, turn: Key, parts: Callable[[], list[Part]]) -> CopyJob:
         return CopyJob(turn, parts, lambda job: self.ends.append((name, job.error)))
 
     def parts(self, name: str, count: int) -> list[Part]:
-        """The first of them waits at the gate."""
-        more = [self.part(f"{name} {number}") for number in range(1, count)]
-        return [self.held_part(f"{name} 0"), *more]
+        """Parts of which the first waits at the gate."""
+        return [self.part(f"{name} {number}", is_held=not number) for number in range(count)]
 
     def over(self, num_jobs: int) -> None:
         """Open the gate; return when so many jobs have ended."""
@@ -80,11 +73,8 @@ JOBS = st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers
 
 
 @given(jobs=st.lists(JOBS, max_size=6), num_threads=st.sampled_from([1, 2, 5]))
-def test_job_does_each_part_once_and_ends_once_by_first_failure(
-    jobs: list[tuple[int, int | None, int]], num_threads: int
-) -> None:
+def test_each_part_is_done_once(jobs: list[tuple[int, int | None, int]], num_threads: int) -> None:
     log = Log()
-
     with copiers_of(num_threads) as threads:
         for number, (count, failing, priority) in enumerate(jobs):
             parts, turn = [log.part(f"{number}") for _ in range(count)], Key(number % 4, priority)
@@ -94,8 +84,8 @@ def test_job_does_each_part_once_and_ends_once_by_first_failure(
         threads.start(log.job("no plan", Key("no plan"), fail))
         log.over(len(jobs) + 1)
 
-    assert len(log.ends) == len(jobs) + 1
     ends = dict(log.ends)
+    assert len(ends) == len(log.ends) == len(jobs) + 1
     assert ends["no plan"] is FAILED
     for number, (count, failing, _) in enumerate(jobs):
         assert ends[f"{number}"] == (None if failing is None else FAILED)
@@ -111,15 +101,11 @@ def test_stopped_job_begins_no_part_and_ends_after_running_one() -> None:
         job = log.job("large", Key("large"), lambda: parts)
         threads.start(job)
         assert log.begun.wait(WITHIN_S)
-
         job.stop(STOPPED)
         ended_before = list(log.ends)
         log.over(1)
-
-    assert ended_before == []
-    assert log.done == ["first", "held 0"]
-    assert log.ends == [("large", STOPPED)]
-    assert job.num_bytes == 2
+    assert (ended_before, log.ends) == ([], [("large", STOPPED)])
+    assert (log.done, job.num_bytes) == (["first", "held 0"], 2)
 
 
 def test_a_small_job_waits_for_one_part_of_a_large_one() -> None:
@@ -127,35 +113,25 @@ def test_a_small_job_waits_for_one_part_of_a_large_one() -> None:
     with copiers_of() as threads:
         threads.start(log.job("large", Key("large"), lambda: log.parts("large", 9)))
         assert log.begun.wait(WITHIN_S)
-
         threads.start(log.job("small", Key("small"), lambda: [log.part("small")]))
         log.over(2)
-
     assert log.done[:3] == ["large 0", "small", "large 1"]
 
 
-@pytest.mark.parametrize(
-    ("num_urgent", "num_slow", "first_over"), [(8, 20, "urgent"), (80, 3, "slow")]
-)
-def test_urgent_parts_go_first_but_waiting_ones_get_some_turns(
-    num_urgent: int, num_slow: int, first_over: str
-) -> None:
+@pytest.mark.parametrize(("num_urgent", "num_slow", "first"), [(8, 20, "urgent"), (80, 3, "slow")])
+def test_urgent_parts_go_first_mostly(num_urgent: int, num_slow: int, first: str) -> None:
     log = Log()
     with copiers_of() as threads:
-        threads.start(log.job("first", Key("first"), lambda: [log.held_part("first")]))
+        threads.start(log.job("first", Key("first"), lambda: log.parts("first", 1)))
         assert log.begun.wait(WITHIN_S)
-
         threads.start(log.job("slow", Key("a"), lambda: [log.part("slow")] * num_slow))
         threads.start(log.job("urgent", Key("a", 1), lambda: [log.part("urgent")] * num_urgent))
         log.over(3)
-
-    assert log.ends[1] == (first_over, None)
+    assert log.ends[1] == (first, None)
     assert log.done[1:9].count("slow") <= 2
 
 
 def test_large_copy_has_part_per_thread_and_none_over_maximum() -> None:
-    mib = 1 << 20
     with copiers_of(4) as threads:
-        sizes = [threads.part_bytes(size, most=8 * mib) for size in (mib, 8 * mib, 64 * mib)]
-
-    assert sizes == [mib, 2 * mib, 8 * mib]
+        sizes = [threads.part_bytes(size << 20, most=8 << 20) for size in (1, 8, 64)]
+    assert sizes == [1 << 20, 2 << 20, 8 << 20]

@@ -1,23 +1,14 @@
 """Random but possible ranks: tensors of any axis order and padding, cut into regions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
 from hypothesis import strategies as st
 
-from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
-    Axis,
-    AxisName,
-    EngineSpec,
-    GroupSpec,
-    RankSpec,
-    Region,
-    Segment,
-)
+from kvbus import geometry
 
-B, L, KV, T, H, D = AxisName  # block, layer, kv, token, head, dim
+B, L, KV, T, H, D = geometry.AxisName  # block, layer, kv, token, head, dim
 ORDERS = (
     (B, L, KV, T, H, D),  # NHD, cross-layer blocks
     (L, KV, B, T, H, D),  # NHD, K and V apart
@@ -31,7 +22,7 @@ Draw = st.DrawFn
 
 @dataclass(frozen=True)
 class Element:
-    """Which number of the KV cache, wherever it lies."""
+    """A number of the KV cache, wherever it lies."""
 
     block: int
     layer: int
@@ -43,36 +34,35 @@ class Element:
 
 @dataclass(frozen=True)
 class Style:
-    """How one group lies in the memory of a rank, whatever the rank holds of it.
+    """How one group lies in the memory of a rank.
 
-    Tensors have the layers of ``layer_order`` before and after ``layer_cut``, with the parts
-    together or apart. ``nesting`` is the order in memory, outermost first, ``axes`` that in the
-    description; ``padded`` axes step further than they need. ``cut`` axes are not described:
-    each of their indices is a region of its own.
+    Tensors have the layers of ``layer_order`` before and after ``layer_cut``. ``nesting`` is the
+    order in memory, outermost first, ``axes`` that in the description. ``padded`` axes step further
+    than they need. Each index of ``cut`` axes is a region of its own.
     """
 
     layer_order: tuple[int, ...]
     layer_cut: int
     parts: tuple[str, ...]
     parts_apart: bool
-    axes: tuple[AxisName, ...]
-    nesting: tuple[AxisName, ...]
-    padded: frozenset[AxisName]
-    cut: tuple[AxisName, ...]
+    axes: tuple[geometry.AxisName, ...]
+    nesting: tuple[geometry.AxisName, ...]
+    padded: frozenset[geometry.AxisName]
+    cut: tuple[geometry.AxisName, ...]
     segment: str
     gap_bytes: int
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds of one group: layers, and the heads of each part."""
+    """Layers, and heads of each part, that a rank holds of one group."""
 
     layers: frozenset[int]
     heads: Mapping[str, range]
 
 
-def byte_offset(region: Region, element: Element) -> int:
-    """Where ``element`` starts in the region's segment: the definition, index by index."""
+def byte_offset(region: geometry.Region, element: Element) -> int:
+    """The offset of ``element`` in the region's segment: the definition, index by index."""
     indices = {
         B: element.block,
         L: region.layers.index(element.layer),
@@ -85,8 +75,7 @@ def byte_offset(region: Region, element: Element) -> int:
 
 
 @st.composite
-def styles_of(draw: Draw, groups: Sequence[GroupSpec]) -> dict[str, Style]:
-    """A style for each group."""
+def styles_of(draw: Draw, groups: Sequence[geometry.GroupSpec]) -> dict[str, Style]:
     styles = {}
     for group in groups:
         apart = bool(group.state) or draw(st.booleans())
@@ -97,7 +86,7 @@ def styles_of(draw: Draw, groups: Sequence[GroupSpec]) -> dict[str, Style]:
             parts_apart=apart,
             axes=tuple(draw(_axis_orders)),
             nesting=tuple(draw(_axis_orders)),
-            padded=draw(st.frozensets(st.sampled_from(list(AxisName)), max_size=2)),
+            padded=draw(st.frozensets(st.sampled_from(list(geometry.AxisName)), max_size=2)),
             cut=draw(st.sampled_from([(), (L,), (KV,), (L, KV)])),
             segment=draw(st.sampled_from(SEGMENTS)),
             gap_bytes=draw(st.sampled_from([0, 0, 5])),
@@ -106,16 +95,16 @@ def styles_of(draw: Draw, groups: Sequence[GroupSpec]) -> dict[str, Style]:
 
 
 def rank_of(
-    engine: EngineSpec,
+    engine: geometry.EngineSpec,
     number: int,
     *,
     styles: Mapping[str, Style],
     holding: Mapping[str, Holding],
     num_blocks: Mapping[str, int],
-) -> RankSpec:
-    """The rank that holds just that, each group in its style."""
+) -> geometry.RankSpec:
+    """The rank with exactly ``holding``, each group in its style."""
     ends = dict.fromkeys(SEGMENTS, 0)
-    regions: list[Region] = []
+    regions: list[geometry.Region] = []
     for group in engine.groups:
         style, held = styles[group.name], holding[group.name]
         for layers, parts in _tensors(style, held.layers):
@@ -127,19 +116,19 @@ def rank_of(
                 H: len(held.heads[parts[0]]),
                 D: group.part_shape(parts[0]).head_dim,
             }
-            axes, size_bytes = _axes(style, shape, DTYPE_SIZES_BYTES[group.dtype])
+            axes, size_bytes = _axes(style, shape, geometry.DTYPE_SIZES_BYTES[group.dtype])
             first_head = held.heads[parts[0]].start
             at = ends[style.segment] + style.gap_bytes
-            whole = Region(style.segment, at, group.name, layers, parts, first_head, shape[H], axes)
+            whole = geometry.Region(
+                style.segment, at, group.name, layers, parts, first_head, shape[H], axes
+            )
             regions += _cut(whole, style.cut)
             ends[style.segment] = at + size_bytes
-    segments = tuple(Segment(name, max(end, 1)) for name, end in ends.items())
-    return RankSpec(rank=number, segments=segments, regions=tuple(regions))
+    segments = tuple(geometry.Segment(name, max(end, 1)) for name, end in ends.items())
+    return geometry.RankSpec(rank=number, segments=segments, regions=tuple(regions))
 
 
-def _tensors(
-    style: Style, held: frozenset[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+def _tensors(style: Style, held: Set[int]) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
     chunks = style.layer_order[: style.layer_cut], style.layer_order[style.layer_cut :]
     kinds = [(part,) for part in style.parts] if style.parts_apart else [style.parts]
     for chunk in chunks:
@@ -148,30 +137,29 @@ def _tensors(
 
 
 def _axes(
-    style: Style, shape: Mapping[AxisName, int], itemsize: int
-) -> tuple[tuple[Axis, ...], int]:
-    """The axes of one tensor, and its bytes."""
+    style: Style, shape: Mapping[geometry.AxisName, int], itemsize: int
+) -> tuple[tuple[geometry.Axis, ...], int]:
     strides, extent = {}, itemsize
     for name in reversed(style.nesting):
         strides[name] = extent + (itemsize if name in style.padded else 0)
         extent = shape[name] * strides[name]
-    return tuple(Axis(name, shape[name], strides[name]) for name in style.axes), extent
+    return tuple(geometry.Axis(name, shape[name], strides[name]) for name in style.axes), extent
 
 
-_axis_orders: st.SearchStrategy[Sequence[AxisName]] = st.one_of(
-    st.sampled_from(ORDERS), st.permutations(list(AxisName))
+_axis_orders: st.SearchStrategy[Sequence[geometry.AxisName]] = st.one_of(
+    st.sampled_from(ORDERS), st.permutations(list(geometry.AxisName))
 )
 
 
-def _cut(whole: Region, names: Sequence[AxisName]) -> list[Region]:
-    """The tensor as one region for each layer, part or both, its strides as they are."""
+def _cut(whole: geometry.Region, names: Sequence[geometry.AxisName]) -> list[geometry.Region]:
+    """The tensor as one region for each layer, part or both."""
     pieces = [whole]
     for name in names:
         pieces = [one for piece in pieces for one in _one_each(piece, name)]
     return pieces
 
 
-def _one_each(region: Region, name: AxisName) -> Iterator[Region]:
+def _one_each(region: geometry.Region, name: geometry.AxisName) -> Iterator[geometry.Region]:
     """``region`` without axis ``name``, once for each index along it."""
     key = "layers" if name is L else "parts"
     for index, value in enumerate(getattr(region, key)):

@@ -28,12 +28,8 @@ PARTS = (StatePart("conv", 1, 6), StatePart("ssm", 4, 8))
 FULL = GroupSpec("full", (0, 2, 4), 4, 2, 8, "float16")
 STATE = state_group("mamba", (1, 3), PARTS)
 ENGINE = EngineSpec("e", "m", 2, (FULL, STATE), 2)
-LAYOUTS = [
-    KvLayout.parse("NHD"),
-    KvLayout.parse("HND"),
-    KvLayout.parse("NHD", cross_layer=True),
-    KvLayout.parse("kv,layer,block,token,head,dim"),
-]
+LAYOUTS = [*map(KvLayout.parse, ("NHD", "HND", "kv,layer,block,token,head,dim"))]
+LAYOUTS.append(KvLayout.parse("NHD", cross_layer=True))
 
 
 def ranks_of(engine: EngineSpec, layout: KvLayout = LAYOUTS[0]) -> list[RankSpec]:
@@ -52,7 +48,6 @@ def held_of(rank: RankSpec) -> set[tuple[int, str, range]]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(layout.axes))
 def test_ranks_split_heads_within_stage_and_layers_over_stages(layout: KvLayout) -> None:
     held = [held_of(rank) for rank in ranks_of(ENGINE, layout)]
-
     for rank, (layers, states) in enumerate([((0,), (1,))] * 2 + [((2, 4), (3,))] * 2):
         tp_rank = rank % 2
         assert held_layers(ENGINE, rank) == {*layers, *states}
@@ -70,14 +65,9 @@ def test_ranks_split_heads_within_stage_and_layers_over_stages(layout: KvLayout)
     num_heads=st.integers(1, 6),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_every_laid_out_rank_passes_alone_and_with_all_others(
-    tp_size: int, pp_size: int, num_heads: int, layout: KvLayout
-) -> None:
+def test_laid_out_ranks_pass(tp_size: int, pp_size: int, num_heads: int, layout: KvLayout) -> None:
     engine = EngineSpec("e", "m", tp_size, (replace(FULL, num_kv_heads=num_heads), STATE), pp_size)
-
-    ranks = ranks_of(engine, layout)
-
-    for rank in ranks:
+    for rank in (ranks := ranks_of(engine, layout)):
         validate_rank(engine, rank)
     validate_ranks(engine, iter(ranks))
 
@@ -85,20 +75,16 @@ def test_every_laid_out_rank_passes_alone_and_with_all_others(
 def test_a_stage_without_a_layer_cannot_be_laid_out() -> None:
     with pytest.raises(GeometryError) as refused:
         lay_out_rank(replace(ENGINE, pp_size=6), 0, LAYOUTS[0], num_blocks=3)
-
     assert refused.value.detail["field"] == "pp_size"
 
 
 def test_blocks_are_counted_by_group_when_they_differ() -> None:
     rank = lay_out_rank(ENGINE, 0, LAYOUTS[0], num_blocks={"full": 7, "mamba": 2})
-
     blocks = {region.group: region.axes[0].size for region in rank.regions}
-
     assert blocks == {"full": 7, "mamba": 2}
 
 
 def without(rank: RankSpec, kind: Callable[[Region], object]) -> RankSpec:
-    """``rank`` without the regions for which ``kind`` is true."""
     return replace(rank, regions=tuple(one for one in rank.regions if not kind(one)))
 
 
@@ -122,13 +108,10 @@ INCOMPLETE: dict[str, tuple[list[RankSpec], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", INCOMPLETE)
-def test_incomplete_set_of_ranks_is_refused_by_missing_part(case: str) -> None:
-    ranks, named = INCOMPLETE[case]
-
+@pytest.mark.parametrize(("ranks", "named"), INCOMPLETE.values(), ids=INCOMPLETE)
+def test_incomplete_ranks_are_refused_by_missing_part(ranks: list[RankSpec], named: str) -> None:
     with pytest.raises(GeometryError, match=named) as refused:
         validate_ranks(ENGINE, ranks)
-
     assert refused.value.detail["field"] == "ranks"
 
 
@@ -139,14 +122,12 @@ def test_a_replica_may_be_missing() -> None:
 def test_rank_of_stages_may_lack_layers_but_no_part_of_layer() -> None:
     rank, alone = ranks_of(ENGINE)[2], replace(ENGINE, pp_size=1)
     validate_rank(ENGINE, without(rank, lambda one: one.layers == (4,)))
-
     for engine, lacking, named in (
         (ENGINE, without(rank, lambda one: one.parts == ("ssm",)), "3/ssm"),
         (alone, without(ranks_of(alone)[0], lambda one: one.layers == (4,)), "4/k"),
     ):
         with pytest.raises(GeometryError, match=f"such as {named}") as refused:
             validate_rank(engine, lacking)
-
         assert refused.value.detail["field"] == "regions"
 
 
@@ -154,7 +135,6 @@ def test_same_state_in_another_group_does_not_count_as_held() -> None:
     twin = replace(STATE, name="twin")
     engine = replace(ENGINE, groups=(FULL, STATE, twin))
     validate_ranks(engine, ranks_of(engine))
-
     with pytest.raises(GeometryError, match="head 0 of 1/conv"):
         validate_ranks(
             engine, [without(one, lambda r: r.group == "twin") for one in ranks_of(engine)]

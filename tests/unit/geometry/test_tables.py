@@ -48,11 +48,8 @@ TABLES = {
         ({"other": BlockTable.of([])}, "tables are of groups"),
     ],
 )
-def test_a_fetch_has_exactly_the_blocks_of_its_tokens(
-    changes: dict[str, BlockTable], words: str
-) -> None:
+def test_a_fetch_has_the_blocks_of_its_tokens(changes: dict[str, BlockTable], words: str) -> None:
     tables = {**TABLES, **changes}
-
     with pytest.raises(GeometryError, match=words) if words else nullcontext():
         check_fetched(ENGINE, tables, 5, 11, num_blocks=lambda _: NUM_BLOCKS)
 
@@ -66,7 +63,6 @@ def test_a_fetch_has_a_table_of_every_group() -> None:
 
 def test_a_fetch_of_no_tokens_may_still_read_states() -> None:
     engine = replace(ENGINE, groups=(STATE,))
-
     for tokens, ids, is_right in ((11, [5], True), (11, [], True), (0, [5], False), (0, [], True)):
         tables = {"state": BlockTable.of(ids)}
         with nullcontext() if is_right else pytest.raises(GeometryError):
@@ -74,12 +70,9 @@ def test_a_fetch_of_no_tokens_may_still_read_states() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(0, 4), st.integers(0, 16))
-def test_a_readable_table_holds_the_positions_in_real_blocks(
-    ids: list[int], first: int, stop: int
-) -> None:
+def test_a_readable_table_holds_all_positions(ids: list[int], first: int, stop: int) -> None:
     held = range(4 * first, 4 * (first + len(ids)))
     is_readable = set(range(2, stop)) <= set(held) and max(ids, default=0) < NUM_BLOCKS
     table = BlockTable.of(ids, first_block=first)
-
     with nullcontext() if is_readable else pytest.raises(GeometryError):
         check_readable(FULL, table, (2, max(2, stop)), num_blocks=NUM_BLOCKS)

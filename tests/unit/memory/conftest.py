@@ -17,7 +17,8 @@ import hatch_build
 import kvbus
 from kvbus.memory.attach import AttachConnection, AttachServer
 
-HAS_COMPILER = shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is not None
+COMPILER = os.environ.get("CC") or "cc"
+HAS_COMPILER = shutil.which(shlex.split(COMPILER)[0]) is not None
 
 
 @pytest.fixture
@@ -48,12 +49,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library_without_avx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", f"{os.environ.get('CC') or 'cc'} -DHAS_AVX=0")
+        patch.setenv("CC", f"{COMPILER} -DHAS_AVX=0")
         return compiled(tmp_path_factory)
 
 
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel for this machine."""
     if not HAS_COMPILER:
         pytest.skip("there is no C compiler here")
     library = tmp_path_factory.mktemp("kernel") / "copy_runs.so"
@@ -67,15 +67,14 @@ def child_command() -> Callable[..., list[str]]:
 
     def command(name: str, *arguments: object) -> list[str]:
         script = Path(__file__).parent / "processes" / f"{name}.py"
-        repository = Path(kvbus.__file__).parents[1]
-        environment = ["env", f"PYTHONPATH={repository}"]
+        environment = ["env", f"PYTHONPATH={Path(kvbus.__file__).parents[1]}"]
         return [*environment, sys.executable, str(script), *map(str, arguments)]
 
     return command
 
 
 class Served:
-    """A server and what it was told: its handler answers ``{"seen": number of fds}``."""
+    """A server, and all messages and ends that it has seen."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.path = path
@@ -87,13 +86,10 @@ class Served:
         self.server = AttachServer(path, on_message, self._note_closed, **options)
 
     async def run(self, *, task_status: TaskStatus[None]) -> None:
-        """Serve until ``stopped.cancel()``, while the test goes on."""
         with self.stopped:
             await self.server.serve(task_status=task_status)
 
-    async def _answer(
-        self, _connection: AttachConnection, message: dict[str, Any], fds: list[int]
-    ) -> dict[str, Any]:
+    async def _answer(self, _: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         self.messages.append(message)
         return {"seen": len(fds)}
 

@@ -9,14 +9,7 @@ import torch
 from kvbus.geometry import Tile, slot_bytes
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.cuda import GpuMover
-from kvbus.planning import (
-    PlacedRank,
-    ReadMap,
-    RunPlan,
-    Share,
-    cut_into_tiles,
-    position_bytes,
-)
+from kvbus.planning import PlacedRank, ReadMap, RunPlan, Share, cut_into_tiles, position_bytes
 from tests.unit.planning.handoffs import Case, Side, where_elements_lie
 
 
@@ -37,7 +30,6 @@ class InMemory:
         return self.bytes.cpu().numpy().tobytes()
 
     def placed(self, rank: int) -> PlacedRank:
-        """The rank at its true addresses."""
         placed, moved = self.side.ranks[rank], self.bytes.data_ptr() - self.side.base
         return replace(placed, addresses={n: at + moved for n, at in placed.addresses.items()})
 
@@ -53,10 +45,8 @@ class InMemory:
 
 
 def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
-    """At true addresses."""
-    holders, readers = (
-        {rank: side.placed(rank) for rank in side.side.ranks} for side in (prefill, decode)
-    )
+    sides = prefill, decode
+    holders, readers = ({rank: one.placed(rank) for rank in one.side.ranks} for one in sides)
     return RunPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
 
 
@@ -110,7 +100,6 @@ def zero_what_is_moved(case: Case, decode: InMemory) -> None:
 
 
 def zeroed_by_loops(case: Case) -> bytes:
-    """The memory of the decode side afterwards."""
     after = bytearray(case.decode.memory)
     for placed in case.decode.ranks.values():
         for _, at, num_bytes in where_elements_lie(case.decode, placed, case.moved()):

@@ -22,17 +22,8 @@ HALF = SIZE_BYTES // 2
 GOOD, POISON = 0x11, 0xEE
 
 
-TICKET = Ticket(
-    agent_id="prefill",
-    agent_boot="boot",
-    endpoint="tcp://127.0.0.1:1",
-    engine_id="engine",
-    engine_instance="instance",
-    offer_id="offer",
-    request_id="request",
-    num_tokens=32,
-    secret=32 * "a",
-)
+ENGINE, REQUEST = ("engine", "instance"), ("offer", "request")
+TICKET = Ticket("prefill", "boot", "tcp://127.0.0.1:1", *ENGINE, *REQUEST, 32, 32 * "a")
 
 
 @contextmanager
@@ -45,7 +36,7 @@ def passed(fd: int) -> Iterator[CellsPage]:
 
 
 def live_cell(page: SharedSegment, names: CellNames) -> tuple[int, CommitCell]:
-    """Its name, and the cell as the agent has it, which has made it live."""
+    """Open a cell; return its name, and the agent's view of it."""
     name = names.open()
     cell = CommitCell(page.swap, replace(TICKET, cell=name))
     cell.open(name)
@@ -71,7 +62,7 @@ def test_other_side_sees_swap_until_either_closes_its_page() -> None:
 
 
 class Reader:
-    """The other process."""
+    """The process of ``cell_reader.py``."""
 
     def __init__(self, command: list[str], *fds: int) -> None:
         pipe = subprocess.PIPE
@@ -81,7 +72,7 @@ class Reader:
         assert self.output.readline() == "ready\n"
 
     def step(self, *cells: object) -> list[str]:
-        """Have it do one thing; what it said."""
+        """Have it do one step; return what it prints."""
         print(*cells, file=self.input, flush=True)
         return self.output.readline().split()
 
@@ -91,35 +82,24 @@ class Reader:
         self.output.close()
 
 
-@pytest.fixture
-def page() -> Iterator[SharedSegment]:
-    with SharedSegment(CELLS_BYTES) as made:
-        yield made
+Shared = tuple[Reader, SharedSegment, SharedSegment]
 
 
 @pytest.fixture
-def blocks() -> Iterator[SharedSegment]:
-    with SharedSegment(SIZE_BYTES) as made:
-        yield made
+def shared(child_command: Callable[..., list[str]]) -> Iterator[Shared]:
+    """The reader, its cells and its blocks."""
+    with SharedSegment(CELLS_BYTES) as page, SharedSegment(SIZE_BYTES) as blocks:
+        fds, ticket = (page.fd, blocks.fd), json.dumps(TICKET.to_json())
+        reader = Reader(child_command("cell_reader", *fds, ticket), *fds)
+        yield reader, page, blocks
+        reader.end()
 
 
-@pytest.fixture
-def reader(
-    child_command: Callable[..., list[str]], page: SharedSegment, blocks: SharedSegment
-) -> Iterator[Reader]:
-    fds = page.fd, blocks.fd
-    ticket = json.dumps(TICKET.to_json())
-    made = Reader(child_command("cell_reader", *fds, ticket), *fds)
-    yield made
-    made.end()
-
-
-# The engine closes the cell and then writes over its blocks; the reader copies them and then takes
-# the cell. Each has three steps, done in each of the 20 orders that there are.
-def test_no_order_of_steps_lets_offer_be_taken_with_other_bytes(
-    page: SharedSegment, blocks: SharedSegment, reader: Reader
-) -> None:
-    takes, names = [], CellNames(page.swap)
+# The engine closes the cell and then overwrites its blocks. The reader copies them and then commits
+# the cell. Each has three steps, which run in all 20 orders.
+def test_no_order_commits_other_bytes(shared: Shared) -> None:
+    reader, page, blocks = shared
+    commits, names = 0, CellNames(page.swap)
     for places in combinations(range(6), 3):
         blocks.view()[:] = GOOD
         name, _ = live_cell(page, names)
@@ -129,30 +109,24 @@ def test_no_order_of_steps_lets_offer_be_taken_with_other_bytes(
             lambda: blocks.view()[HALF:].fill(POISON),
         ]
         reads = [("copy", 0, HALF), ("copy", HALF, HALF), ("take", name)]
-        taken, content = "", ""
-        for place in range(6):
-            if place in places:
-                engine.pop(0)()
-            elif reads[0][0] == "take":
-                taken, content = reader.step(*reads.pop(0))
-            else:
-                reader.step(*reads.pop(0))
-        takes.append(taken == "True")
-        assert not takes[-1] or content == SIZE_BYTES * f"{GOOD:02x}", places
+        shown = [
+            engine.pop(0)() if place in places else reader.step(*reads.pop(0)) for place in range(6)
+        ]
+        is_committed, content = next(one for one in reversed(shown) if isinstance(one, list))
+        commits += is_committed == "True"
+        assert is_committed == "False" or content == SIZE_BYTES * f"{GOOD:02x}", places
 
-    assert sum(takes) == 1, "it was done with all of its steps before the cell was closed"
+    assert commits == 1, "its reader was done before the cell was closed"
 
 
-def test_of_two_processes_that_swap_one_cell_one_has_it(
-    page: SharedSegment, reader: Reader
-) -> None:
+def test_one_of_two_processes_wins_a_cell(shared: Shared) -> None:
+    reader, page, _ = shared
     names = CellNames(page.swap)
     for _ in range(10):
         live = [live_cell(page, names) for _ in range(NUM_CELLS)]
         reader.step("race", *(name for name, _ in live))
         seen = [cell.close() is ErrorCode.OFFER_COMPLETED for _, cell in reversed(live)]
         taken = [one == "1" for one in reader.output.readline().split()]
-
         assert taken == seen[::-1]
         for name, _ in live:
             names.close(name)

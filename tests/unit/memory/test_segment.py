@@ -18,7 +18,7 @@ from tests.unit.engine.recording import SPEC
 SIZE_BYTES = (8 << 20) + 5000
 """Some huge pages and a part of one."""
 GIVING_WORDS = ("always", "within_size", "advise", "force")
-"""What the kernel says where memory that is advised gets huge pages."""
+"""Settings of the kernel with which advised memory gets huge pages."""
 
 
 def test_segment_is_zeroed_reserved_and_not_inherited() -> None:
@@ -26,7 +26,6 @@ def test_segment_is_zeroed_reserved_and_not_inherited() -> None:
         reserved_bytes = os.fstat(segment.fd).st_blocks * 512
         content = segment.tensor.clone()
         segment.tensor[17] = 3
-
         assert content.shape == (segment.size_bytes,) == (100_001,)
         assert not content.any()
         assert reserved_bytes >= 100_001
@@ -36,9 +35,8 @@ def test_segment_is_zeroed_reserved_and_not_inherited() -> None:
 
 
 def test_a_segment_can_be_neither_cut_nor_grown_nor_unsealed() -> None:
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     with SharedSegment(8192) as segment:
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
         assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == seals
         for size_bytes in (0, 4096, 16384):
             with pytest.raises(PermissionError):
@@ -57,7 +55,6 @@ def test_a_segment_can_be_neither_cut_nor_grown_nor_unsealed() -> None:
     ],
 )
 def test_size_beyond_machine_or_limit_is_refused_with_advice(size_bytes: int, why: str) -> None:
-    """A segment that should have been refused is kept from taking all of the machine's memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
@@ -82,21 +79,13 @@ def test_a_segment_that_fails_after_it_was_mapped_is_unmapped() -> None:
     assert "kvbus-not-left" not in Path("/proc/self/maps").read_text()
 
 
-def num_free_huge_pages() -> int:
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(meminfo["HugePages_Free"])
-
-
 @pytest.mark.parametrize("wanted", [True, "advise"])
-def test_huge_pages_are_used_where_given_and_ordinary_ones_else(
-    wanted: Literal[True, "advise"],
-) -> None:
-    gives = num_free_huge_pages() > 0 if wanted is True else shmem_word() in GIVING_WORDS
+def test_huge_pages_are_used_where_there_are_any(wanted: Literal[True, "advise"]) -> None:
+    has_free = "HugePages_Free:        0\n" not in Path("/proc/meminfo").read_text()
+    gives = has_free if wanted is True else shmem_word() in GIVING_WORDS
     with SharedSegment(SIZE_BYTES, huge_pages=wanted) as segment:
-        in_huge_pages = huge_bytes(segment.address) > 0
-
         assert segment.uses_huge_pages == gives
-        assert in_huge_pages == gives or wanted is True
+        assert (huge_bytes(segment.address) > 0) == gives or wanted is True
         assert segment.size_bytes == SIZE_BYTES or gives
         assert os.fstat(segment.fd).st_blocks * 512 >= SIZE_BYTES or wanted is True
         assert not segment.view().any()
@@ -108,7 +97,6 @@ def test_closed_segment_is_refused_and_its_tensor_reads_zeros() -> None:
     tensor = segment.tensor.fill_(1)
     segment.close()
     segment.close()
-
     assert int(tensor.sum()) == 0
     for use in ("fd", "address", "tensor"):
         with pytest.raises(ClosedError):
@@ -116,13 +104,10 @@ def test_closed_segment_is_refused_and_its_tensor_reads_zeros() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, "advise"])
-def test_lack_of_huge_pages_is_logged_if_they_were_asked_for(
-    asked: HugePages, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lack_of_huge_pages_is_logged(asked: HugePages, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvbus.engine"):
         memory = RankMemory.allocate(SPEC, 0, NHD, num_blocks=4, huge_pages=asked)
         memory.close()
-
     lines = [record.getMessage() for record in caplog.records]
     must_tell = asked == "advise" and shmem_word() not in GIVING_WORDS
     assert len(lines) == must_tell

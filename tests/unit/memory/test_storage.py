@@ -22,20 +22,19 @@ def shared_storage(tensor: torch.Tensor) -> SharedStorage:
     return shared
 
 
+def mapped(shared: SharedStorage) -> SegmentMapping:
+    return SegmentMapping(os.dup(shared.fd), size_bytes=shared.size_bytes)
+
+
 def test_views_follow_moved_storage_and_agent_sees_their_writes() -> None:
     tensor = torch.arange(1000, dtype=torch.float32)
     part, address = tensor[100:200].view(10, 10).t(), tensor.data_ptr()
-    with (
-        shared_storage(tensor) as shared,
-        SegmentMapping(os.dup(shared.fd), size_bytes=shared.size_bytes) as mapping,
-    ):
+    with shared_storage(tensor) as shared, mapped(shared) as mapping:
         there = mapping.view().view(np.float32)
         part.fill_(-1.0)
         there[0] = 7.0
-
         assert tensor.data_ptr() == shared.address != address
-        assert shared.size_bytes == 4000
-        assert shared.offset_bytes_of(part) == 400
+        assert (shared.size_bytes, shared.offset_bytes_of(part)) == (4000, 400)
         assert not mapping.sealed  # torch's shared memory cannot be
         assert (there[100:200] == -1).all()
         assert tensor[0] == 7.0
@@ -63,7 +62,7 @@ def test_memory_outlives_descriptor_which_outlives_tensor() -> None:
     tensor = torch.ones(64)
     shared = shared_storage(tensor)
     del tensor
-    with SegmentMapping(os.dup(shared.fd), size_bytes=256) as mapping:
+    with mapped(shared) as mapping:
         assert mapping.view().view(np.float32).sum() == 64
     shared.close()
     shared.close()
@@ -71,10 +70,8 @@ def test_memory_outlives_descriptor_which_outlives_tensor() -> None:
         _ = shared.fd
 
 
-def seen_by_numpy() -> torch.Tensor:
-    tensor = torch.zeros(8)
-    tensor.numpy()
-    return tensor
+SEEN_BY_NUMPY = torch.zeros(8)
+SEEN_BY_NUMPY.numpy()
 
 
 def in_a_named_file() -> torch.Tensor:
@@ -87,37 +84,30 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "meta": (lambda: torch.zeros(8, device="meta"), "only dense tensors of a CPU"),
     "empty": (lambda: torch.zeros(0), "empty"),
     "of numpy": (lambda: torch.from_numpy(np.zeros(8)), "does not own"),
-    "seen by numpy": (seen_by_numpy, "does not own"),
+    "seen by numpy": (lambda: SEEN_BY_NUMPY, "does not own"),
     "of a buffer": (lambda: torch.frombuffer(bytearray(64), dtype=torch.uint8), "does not own"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_memory_torch_does_not_own_alone_is_refused_unmoved(
-    case: str, num_open_fds: Callable[[], int]
-) -> None:
+def test_shared_torch_memory_is_refused_unmoved(case: str, num_open_fds: Callable[[], int]) -> None:
     make, why = REFUSED[case]
     tensor = make()
     before, address = num_open_fds(), tensor.data_ptr()
     with pytest.raises(SegmentError, match=why):
         share_tensors([torch.zeros(8), tensor])
-
     assert num_open_fds() == before
     assert tensor.data_ptr() == address
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small file system")
-def test_tensor_larger_than_shm_is_refused_before_it_is_moved(
-    child_command: Callable[..., list[str]],
-) -> None:
+def test_tensor_larger_than_shm_is_not_moved(child_command: Callable[..., list[str]]) -> None:
     mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     cramped = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-    result = subprocess.run(
-        [*cramped, *child_command("cramped_engine")], capture_output=True, text=True, check=False
-    )
+    command = [*cramped, *child_command("cramped_engine")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if "permitted" in result.stderr or "denied" in result.stderr:
         pytest.skip("this container may not mount")
-
     assert "--shm-size" in result.stdout, result.stderr
     assert result.stdout.split()[-1] == "True"
 
@@ -141,15 +131,9 @@ builtins.kept = SharedSegment(4096), share_tensor(tensor)
 
 
 def test_what_the_process_holds_at_its_end_is_not_warned_about() -> None:
-    """The interpreter takes its modules apart then: what a finalizer needs may be gone."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", AT_EXIT],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
+    """Modules that a finalizer needs may be gone by then."""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", AT_EXIT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

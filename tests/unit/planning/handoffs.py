@@ -1,15 +1,15 @@
 """Random handoffs: two engines of any parallelism, layout and block size, and tokens of a request.
 
-Who holds what and where is computed by plain loops over every element: what a plan, a copy or a
-digest says is compared with these.
+Plain loops over every element compute the oracle for plans, copies and digests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -25,16 +25,7 @@ from kvbus.geometry import (
     lay_out_rank,
     state_group,
 )
-from kvbus.planning import (
-    PlacedRank,
-    ReadMap,
-    Reads,
-    Run,
-    RunPlan,
-    Runs,
-    SpanMap,
-    Spans,
-)
+from kvbus.planning import PlacedRank, ReadMap, Reads, Run, RunPlan, Runs, SpanMap, Spans
 from tests.support.examples import num_examples
 from tests.unit.geometry.layouts import Element, Holding, byte_offset, rank_of, styles_of
 
@@ -42,14 +33,14 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 
 
 def some(long: int, share: int = 4) -> settings:
-    """So many handoffs in `make test-long`, else one of ``share`` of them."""
-    return settings(
-        max_examples=num_examples(long, share), deadline=None, suppress_health_check=SLOW
-    )
+    examples = num_examples(long, share)
+    return settings(max_examples=examples, deadline=None, suppress_health_check=SLOW)
 
 
 MAX_TP_SIZE, MAX_RANKS = 8, 12
 Draw = st.DrawFn
+Bytes = npt.NDArray[np.uint8]
+Target = tuple[Bytes, int]
 Meaning = tuple[str, int, int, str, int, int]
 """Group, position, layer, part, head, dim: which number of a request's KV."""
 
@@ -71,8 +62,6 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """A handoff of tokens [start, stop)."""
-
     prefill: Side
     decode: Side
     start: int
@@ -80,7 +69,6 @@ class Case:
     replica_index: int
 
     def moved(self) -> dict[str, list[int]]:
-        """The positions of each group that are read."""
         prefill = self.prefill.engine
         return {
             group.name: moved_positions(group, prefill.group(group.name), self.start, self.stop)
@@ -89,7 +77,7 @@ class Case:
 
     @property
     def ranks(self) -> tuple[list[RankSpec], list[RankSpec]]:
-        """Those of the prefill and of the decode engine."""
+        """The ranks of the prefill and of the decode engine."""
         prefill, decode = self.prefill.ranks.values(), self.decode.ranks.values()
         return [placed.rank for placed in prefill], [placed.rank for placed in decode]
 
@@ -112,11 +100,10 @@ class Case:
 
 
 Memory = tuple[bytes, bytes]
-"""The decode side's memory afterwards, and how often each of its bytes is written."""
+"""The decode side's memory after a handoff, and how often each byte is written."""
 
 
 def copied_by_loops(case: Case) -> Memory:
-    """Every element of every reader, one after the other."""
     after = bytearray(case.decode.memory)
     times = bytearray(len(after))
     for reader in case.decode.ranks.values():
@@ -128,29 +115,27 @@ def copied_by_loops(case: Case) -> Memory:
 
 
 def copied(case: Case, runs: Iterable[Run]) -> Memory:
-    """The runs of a plan (target, source, bytes), none of which leaves the memory of its side."""
     after = np.frombuffer(case.decode.memory, np.uint8).copy()
     times = np.zeros_like(after)
-    source = np.frombuffer(case.prefill.memory, np.uint8)
-    for target, out_of, size in runs:
-        to, at = target - case.decode.base, out_of - case.prefill.base
-        assert 0 <= to <= to + size <= after.size
-        assert 0 <= at <= at + size <= source.size
-        after[to : to + size] = source[at : at + size]
-        times[to : to + size] += 1
+    move(runs, (case.prefill.memory, case.prefill.base), (after, case.decode.base), times)
     return after.tobytes(), times.tobytes()
 
 
+def move(runs: Iterable[Run], source: tuple[bytes, int], target: Target, times: Bytes) -> None:
+    """Copy runs, none of which leaves the memory of its side. Sides come with their addresses."""
+    before, after = np.frombuffer(source[0], np.uint8), target[0]
+    for target_address, source_address, size in runs:
+        to, out_of = target_address - target[1], source_address - source[1]
+        assert 0 <= to <= to + size <= after.size
+        assert 0 <= out_of <= out_of + size <= before.size
+        after[to : to + size] = before[out_of : out_of + size]
+        times[to : to + size] += 1
+
+
 def placed_ranks(
-    engine: EngineSpec,
-    layout: str | KvLayout = "NHD",
-    *,
-    num_blocks: int | Mapping[str, int] = 4,
-    base: int = 0,
+    engine: EngineSpec, layout: KvLayout, *, num_blocks: int = 8, base: int = 0
 ) -> dict[int, PlacedRank]:
     """All ranks of an engine in a usual layout, one after the other from ``base`` on."""
-    if isinstance(layout, str):
-        layout = KvLayout.parse(layout)
     placed = {}
     for number in range(engine.num_ranks):
         rank = lay_out_rank(engine, number, layout, num_blocks=num_blocks)
@@ -160,10 +145,8 @@ def placed_ranks(
 
 
 def reads_in(reads: Reads) -> Iterator[Run]:
-    for (to, size, _), (out_of, _, _) in zip(
-        reads.local.tolist(), reads.remote.tolist(), strict=True
-    ):
-        yield to, out_of, size
+    columns = reads.local[:, 0], reads.remote[:, 0], reads.local[:, 1]
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 @st.composite
@@ -191,7 +174,7 @@ def wanted_positions(group: GroupSpec, start: int, stop: int) -> list[int]:
 
 
 def moved_positions(reader: GroupSpec, holder: GroupSpec, start: int, stop: int) -> list[int]:
-    """Those that are read: wanted, or of the block of a wanted one on both sides."""
+    """The positions that are read: wanted, or in the block of a wanted one on both sides."""
     wanted = wanted_positions(reader, start, stop)
     if reader.window is None:
         return wanted
@@ -216,13 +199,12 @@ def where_elements_lie(
         for position in positions[group.name]:
             block = int(table.array()[position // group.block_size - table.first_block])
             token = position % group.block_size
-            for layer in region.layers:
-                for part in region.parts:
-                    for head in range(region.first_head, region.first_head + region.num_heads):
-                        for dim in range(group.part_shape(part).head_dim):
-                            element = Element(block, layer, part, token, head, dim)
-                            meaning = (group.name, position, layer, part, head, dim)
-                            yield meaning, address + byte_offset(region, element), num_bytes
+            heads = range(region.first_head, region.first_head + region.num_heads)
+            for layer, part, head in product(region.layers, region.parts, heads):
+                for dim in range(group.part_shape(part).head_dim):
+                    element = Element(block, layer, part, token, head, dim)
+                    meaning = (group.name, position, layer, part, head, dim)
+                    yield meaning, address + byte_offset(region, element), num_bytes
 
 
 @st.composite
@@ -230,8 +212,7 @@ def _groups(draw: Draw, head_dims: Sequence[int]) -> tuple[GroupSpec, ...]:
     """One to three groups whose layers interleave."""
     layers = draw(st.permutations(range(draw(st.sampled_from([1, 2, 3, 4, 4])))))
     kinds = draw(st.lists(st.sampled_from(_KINDS), min_size=1, max_size=min(3, len(layers))))
-    cuts = sorted(draw(_distinct(len(kinds) - 1, len(layers) - 1)))
-    shares = [layers[first:stop] for first, stop in pairwise((0, *cuts, len(layers)))]
+    shares = [layers[first:stop] for first, stop in draw(_cuts(len(kinds), len(layers)))]
     groups = []
     for number, (kind, share) in enumerate(zip(kinds, shares, strict=True)):
         if kind == "state":
@@ -261,11 +242,11 @@ _KINDS = ("full", "full", "window", "latent", "state")
 _NUM_HEADS = (1, 2, 3, 4, 6)
 
 
-def _distinct(count: int, highest: int) -> st.SearchStrategy[frozenset[int]]:
-    """So many of 1 to ``highest``."""
-    if not count:
-        return st.just(frozenset())
-    return st.frozensets(st.integers(1, highest), min_size=count, max_size=count)
+def _cuts(count: int, end: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """The spans of ``count`` parts of [0, end)."""
+    inner = range(1, end)
+    cuts = st.permutations(inner).map(lambda some: sorted(some[: count - 1]))
+    return cuts.map(lambda some: list(pairwise((0, *some, end))))
 
 
 @st.composite
@@ -318,8 +299,7 @@ def _tables(
 def _holdings(draw: Draw, engine: EngineSpec) -> list[dict[str, Holding]]:
     """For each rank its stage's layers, split anyhow, and its heads, some ranks perhaps more."""
     layers = draw(st.permutations([layer for group in engine.groups for layer in group.layers]))
-    cuts = sorted(draw(_distinct(engine.pp_size - 1, len(layers) - 1)))
-    stages = [frozenset(layers[a:b]) for a, b in pairwise((0, *cuts, len(layers)))]
+    stages = [frozenset(layers[a:b]) for a, b in draw(_cuts(engine.pp_size, len(layers)))]
     more = draw(st.sampled_from([0, 0, 0, 1, 2]))
     return [
         {

@@ -38,24 +38,22 @@ DIFFERENCES: dict[str, tuple[EngineSpec, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENCES)
-@pytest.mark.parametrize("turned", [False, True], ids=["as_prefill", "as_decode"])
-def test_a_field_that_differs_is_refused_with_both_values(case: str, turned: bool) -> None:
-    other, field, ours, theirs = DIFFERENCES[case]
-    prefill, decode = (other, ENGINE) if turned else (ENGINE, other)
-
-    with pytest.raises(GeometryError) as refused:
-        check_compatible(prefill, decode)
-
-    values = [theirs, ours] if turned else [ours, theirs]
-    assert refused.value.code is ErrorCode.INCOMPATIBLE
-    assert refused.value.detail == {"field": field, "prefill": values[0], "decode": values[1]}
-    assert all(text in refused.value.message for text in (field, *values))
+@pytest.mark.parametrize(
+    ("other", "field", "ours", "theirs"), DIFFERENCES.values(), ids=DIFFERENCES
+)
+def test_a_field_that_differs_is_refused_with_both_values(
+    other: EngineSpec, field: str, ours: str, theirs: str
+) -> None:
+    for sides, values in (((ENGINE, other), (ours, theirs)), ((other, ENGINE), (theirs, ours))):
+        with pytest.raises(GeometryError) as refused:
+            check_compatible(*sides)
+        found = {"field": field, **dict(zip(("prefill", "decode"), values, strict=True))}
+        assert (refused.value.code, refused.value.detail) == (ErrorCode.INCOMPATIBLE, found)
+        assert all(text in refused.value.message for text in (field, *values))
 
 
 def test_every_field_of_a_group_is_compared_but_its_block_size() -> None:
     compared = {field.partition(".")[2] for _, field, _, _ in DIFFERENCES.values()} - {""}
-
     assert {*compared, "name", "block_size", "optional"} == set(GroupSpec.__struct_fields__)
 
 

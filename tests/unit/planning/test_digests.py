@@ -1,4 +1,4 @@
-"""Which pieces of KV are compared: all of a tile once, and the same choice however it is cut."""
+"""Pieces of KV that are compared: each of a tile once, and the same choice for any cut."""
 
 from hashlib import blake2b
 from itertools import product
@@ -6,14 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.planning import (
-    Piece,
-    Share,
-    chosen_tiles,
-    cut_for_digests,
-    num_pieces,
-    piece_of,
-)
+from kvbus.planning import Piece, Share, chosen_tiles, cut_for_digests, num_pieces, piece_of
 from tests.support.examples import num_examples
 
 MASK = 2**64 - 1
@@ -28,7 +21,6 @@ def shares(draw: st.DrawFn) -> Share:
 
 
 def by_loops(share: Share, span: tuple[int, int]) -> list[Piece]:
-    """All pieces of a share, position by position."""
     found: dict[tuple[int, str, int, int], list[int]] = {}
     heads = range(share.first_head, share.first_head + share.num_heads)
     for position in range(*span):
@@ -64,9 +56,7 @@ def test_tiles_hold_each_piece_once_and_any_cut_chooses_same(
     share: Share, ends: tuple[int, int], most: int, one_in: int, offer_id: str
 ) -> None:
     span = min(ends), max(ends)
-
     tiles = list(cut_for_digests(share, span, most=most))
-
     wanted, least = by_loops(share, span), len(share.parts) * share.num_heads
     assert all(num_pieces(tile) <= max(most, least) for tile in tiles)
     for least_in in (1, one_in):

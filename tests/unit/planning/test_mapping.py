@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 import msgspec
 import pytest
@@ -9,44 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, GeometryError
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, RankSpec, lay_out_rank
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, RankSpec, Region, lay_out_rank
 from kvbus.planning import MAX_CHOICES, ReadMap, Share
 from tests.unit.planning.handoffs import Case, cases, some
 
 Place = tuple[str, int, str, int]
 """Group, layer, part, head."""
-
+Shares = Iterable[Share]
 NHD = KvLayout.parse("NHD")
 
 
 def ranks_of(tp_size: int, num_heads: int = 1) -> list[RankSpec]:
-    """Of a latent if there is one head, of K and V else."""
+    """Ranks with a latent if there is one head, else with K and V."""
     parts = (KvPart.LATENT,) if num_heads == 1 else (KvPart.KEY, KvPart.VALUE)
     group = GroupSpec("full", (0, 1, 2, 3), 4, num_heads, 8, "float16", parts)
     engine = EngineSpec("engine", "model", tp_size, (group,))
     return [lay_out_rank(engine, rank, NHD, num_blocks=2) for rank in range(engine.num_ranks)]
 
 
+def places_of(one: Share | Region) -> Iterator[Place]:
+    heads = range(one.first_head, one.first_head + one.num_heads)
+    return product([one.group], one.layers, one.parts, heads)
+
+
 def held_by(rank: RankSpec) -> set[Place]:
-    return {
-        (region.group, layer, part, head)
-        for region in rank.regions
-        for layer in region.layers
-        for part in region.parts
-        for head in range(region.first_head, region.first_head + region.num_heads)
-    }
+    return {place for region in rank.regions for place in places_of(region)}
 
 
-def places_of(share: Share) -> Iterator[Place]:
-    for layer in share.layers:
-        for part in share.parts:
-            for head in range(share.first_head, share.first_head + share.num_heads):
-                yield share.group, layer, part, head
-
-
-def assert_one_holder_each(
-    shares: Iterable[Share], reader: RankSpec, prefill: Iterable[RankSpec]
-) -> None:
+def assert_one_holder_each(shares: Shares, reader: RankSpec, prefill: list[RankSpec]) -> None:
     """The reader has each of its places from one rank, which holds it."""
     found, held = defaultdict(list), {rank.rank: held_by(rank) for rank in prefill}
     for share in shares:
@@ -70,19 +61,14 @@ def test_readers_get_all_from_holders_and_replicas_take_turns(case: Case, drawn:
         assert_one_holder_each(shares, reader, prefill)
         assert_one_holder_each(joined, reader, prefill)
     assert all(len({places[reader] for reader in share.readers}) == 1 for share in joined)
-    assert_equal_heads_are_read_once(joined, places)
-    assert_turns_within_a_fetch(shares, prefill)
-    assert_turns_over_all_choices(reads, prefill)
-
-
-def assert_equal_heads_are_read_once(joined: Iterable[Share], places: dict[int, int]) -> None:
-    """For all readers in one place that want the same ones."""
-    times = Counter(
+    equal = Counter(
         (place, share.first_head, share.num_heads, places[share.reader])
         for share in joined
         for place in places_of(share)
     )
-    assert set(times.values()) <= {1}
+    assert set(equal.values()) <= {1}, "equal heads for readers of one place are read once"
+    assert_turns_within_a_fetch(shares, prefill)
+    assert_turns_over_all_choices(reads, prefill)
 
 
 def assert_turns_within_a_fetch(shares: Iterable[Share], prefill: Iterable[RankSpec]) -> None:
@@ -110,34 +96,15 @@ def assert_turns_over_all_choices(reads: ReadMap, prefill: Iterable[RankSpec]) -
         assert max(counts) - min(counts) <= (reads.num_choices % len(counts) > 0)
 
 
-@pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
-def test_latent_is_read_from_one_rank_and_next_fetch_takes_other(
-    decode_tp: int,
-) -> None:
-    reads = ReadMap(ranks_of(4), ranks_of(decode_tp))
-
-    fetches = [[share.holder for share in reads.shares(number)] for number in range(8)]
-    joined = [share.holder for number in range(5) for share in reads.joined(number)]
-
-    assert all(len(holders) == decode_tp for holders in fetches)
-    assert [holders[0] for holders in fetches] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert all(len(set(holders)) == min(4, decode_tp) for holders in fetches)
-    assert joined == [0, 1, 2, 3, 0]
-
-
 def test_agents_unaware_of_each_other_read_different_replicas() -> None:
     prefill, decode = ranks_of(4), ranks_of(4)
-
-    shares = [
-        share for here in (decode[:2], decode[2:]) for share in ReadMap(prefill, here).shares()
-    ]
-
+    agents = ReadMap(prefill, decode[:2]), ReadMap(prefill, decode[2:])
+    shares = [share for reads in agents for share in reads.shares()]
     assert [share.holder for share in shares] == [0, 1, 2, 3]
 
 
 def test_the_choices_stay_few_however_many_replicas_there_are() -> None:
     few, many = (ReadMap(ranks_of(replicas), ranks_of(2)) for replicas in (6, 2 * MAX_CHOICES))
-
     assert (few.num_choices, many.num_choices) == (6, MAX_CHOICES)
 
 
@@ -157,14 +124,10 @@ def without_last_layer(rank: RankSpec) -> RankSpec:
         (without_last_layer, "heads 0 to 4 of full/3/k"),
     ],
 )
-def test_wanted_part_held_by_no_prefill_rank_is_refused_by_name(
-    lacking: Callable[[RankSpec], RankSpec], named: str
-) -> None:
+def test_part_of_no_rank_is_named(lacking: Callable[[RankSpec], RankSpec], named: str) -> None:
     prefill, decode = [lacking(rank) for rank in ranks_of(1, 4)], ranks_of(1, 4)
-
     with pytest.raises(GeometryError, match=f"{named}, which decode rank 0") as refused:
         ReadMap(prefill, decode)
-
     assert refused.value.code is ErrorCode.INCOMPATIBLE
     assert refused.value.detail == {"field": "ranks"}
     assert ReadMap(prefill, [lacking(rank) for rank in decode]).shares()

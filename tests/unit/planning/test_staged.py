@@ -1,16 +1,13 @@
 """Blocks that are read into slots as they lie there and copied on move what plain loops move."""
 
-from collections.abc import Iterable
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvbus.geometry import BlockTable, EngineSpec, GroupSpec
-from kvbus.planning import ReadMap, Run, StagedPlan, bytes_by_group, span_bytes, staged_plans
-from tests.unit.planning.handoffs import Case, cases, copied_by_loops, placed_ranks, some
+from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout
+from kvbus.planning import ReadMap, StagedPlan, bytes_by_group, span_bytes, staged_plans
+from tests.unit.planning.handoffs import Case, cases, copied_by_loops, move, placed_ranks, some
 
 SLOT_AT = 1 << 40
 
@@ -22,9 +19,7 @@ def plans_of(case: Case, slot_bytes: int) -> tuple[StagedPlan, ...]:
 
 @some(1000, share=12)
 @given(cases(), st.integers(64, 4096), st.integers(1, 2000))
-def test_staged_reads_and_copies_move_same_bytes_as_loops(
-    case: Case, slot_bytes: int, tile_bytes: int
-) -> None:
+def test_staged_plan_moves_bytes_as_loops(case: Case, slot_bytes: int, tile_bytes: int) -> None:
     spans, expected = case.spans(), copied_by_loops(case)
     after = np.frombuffer(case.decode.memory, np.uint8).copy()
     times, num_read = np.zeros_like(after), 0
@@ -47,23 +42,7 @@ def test_staged_reads_and_copies_move_same_bytes_as_loops(
         assert num_read <= span_bytes(bytes_by_group(joined, case.prefill.engine), spans)
 
 
-def move(
-    runs: Iterable[Run],
-    source: tuple[bytes, int],
-    target: tuple[npt.NDArray[np.uint8], int],
-    times: npt.NDArray[np.uint8],
-) -> None:
-    """Do the runs, none of which leaves the memory of its side, which has its address with it."""
-    before, after = np.frombuffer(source[0], np.uint8), target[0]
-    for target_address, source_address, size in runs:
-        to, out_of = target_address - target[1], source_address - source[1]
-        assert 0 <= to <= to + size <= after.size
-        assert 0 <= out_of <= out_of + size <= before.size
-        after[to : to + size] = before[out_of : out_of + size]
-        times[to : to + size] += 1
-
-
-SHAPE = {"num_kv_heads": 8, "head_dim": 8, "dtype": "float16", "parts": ("k", "v")}
+GROUP = GroupSpec("full", (0, 1), 16, 8, 8, "float16")
 BLOCK_BYTES = 2 * 2 * 16 * 8 * 8 * 2  # layers, parts, tokens, heads, dims and their bytes
 
 
@@ -76,18 +55,15 @@ BLOCK_BYTES = 2 * 2 * 16 * 8 * 8 * 2  # layers, parts, tokens, heads, dims and t
         ((1, "HND"), (4, "NHD"), 4 * 2),
     ],
 )
-def test_long_runs_are_read_whatever_the_readers_have(
+def test_staged_reads_have_long_runs(
     prefill: tuple[int, str], decode: tuple[int, str], num_runs: int
 ) -> None:
-    group = GroupSpec("full", (0, 1), block_size=16, **SHAPE)  # type: ignore[arg-type]
     holders, readers = (
-        placed_ranks(EngineSpec("e", "m", tp, (group,)), layout, num_blocks=8)
+        placed_ranks(EngineSpec("e", "m", tp, (GROUP,)), KvLayout.parse(layout))
         for tp, layout in (prefill, decode)
     )
     ranks = [[placed.rank for placed in side.values()] for side in (holders, readers)]
-
     plans = staged_plans(holders, readers, ReadMap(*ranks).joined(), slot_bytes=4 * BLOCK_BYTES)
-
     tables = {"full": BlockTable.of([1, 7, 3, 5])}
     reads = [plan.reads(tables, (0, 64), slot_at=SLOT_AT).reads() for plan in plans]
     assert sum(len(one.local) for one in reads) == num_runs
@@ -96,13 +72,10 @@ def test_long_runs_are_read_whatever_the_readers_have(
 
 
 def test_a_block_that_fits_no_slot_is_not_staged() -> None:
-    group = GroupSpec("full", (0, 1), block_size=16, **SHAPE)  # type: ignore[arg-type]
-    ranks = placed_ranks(EngineSpec("e", "m", 1, (group,)), "NHD")
+    ranks = placed_ranks(EngineSpec("e", "m", 1, (GROUP,)), KvLayout.parse("NHD"))
     joined = ReadMap(*2 * [[placed.rank for placed in ranks.values()]]).joined()
-
     one_layer, none = (
         staged_plans(ranks, ranks, joined, slot_bytes=BLOCK_BYTES // 2 - less) for less in (0, 1)
     )
-
     assert len(one_layer) == 2
     assert not none

@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import (
-    GroupSpec,
-    StatePart,
-    Tile,
-    slot_bytes,
-    state_group,
-)
+from kvbus.geometry import GroupSpec, StatePart, Tile, slot_bytes, state_group
 from kvbus.planning import Share, cut_into_tiles
 from tests.support.examples import num_examples
 
@@ -29,12 +23,12 @@ class Case:
     tile_bytes: int
 
     def slot_bytes(self, *, num_layers: int, num_positions: int) -> int:
-        """Of a tile of the share with so many layers, from the beginning of a block on."""
-        share = self.share
+        """The size of a tile with so many layers, from the beginning of a block on."""
+        share, layers = self.share, self.share.layers[:num_layers]
         heads = (share.first_head, share.num_heads)
-        layers = share.layers[:num_layers]
-        tile = Tile(share.group, layers, share.parts, *heads, 0, num_positions)
-        return slot_bytes(self.group, tile)
+        return slot_bytes(
+            self.group, Tile(share.group, layers, share.parts, *heads, 0, num_positions)
+        )
 
 
 @st.composite
@@ -43,15 +37,10 @@ def cases(draw: st.DrawFn) -> Case:
     layers = draw(st.permutations([0, 1, 2, 5, 7]))
     group = GroupSpec("full", tuple(layers), draw(st.integers(1, 6)), 4, 3, "float16")
     first_head = draw(st.integers(0, 3))
-    share = Share(
-        holder=0,
-        reader=0,
-        group="full",
-        layers=tuple(layers[: draw(st.integers(1, 5))]),
-        parts=draw(st.sampled_from([("k", "v"), ("v",)])),
-        first_head=first_head,
-        num_heads=draw(st.integers(1, 4 - first_head)),
-    )
+    parts = draw(st.sampled_from([("k", "v"), ("v",)]))
+    held = tuple(layers[: draw(st.integers(1, 5))])
+    heads = first_head, draw(st.integers(1, 4 - first_head))
+    share = Share(0, 0, "full", held, parts, *heads)
     start = draw(st.integers(0, 20))
     span = (start, start + draw(st.integers(1, 40)))
     least = len(share.parts) * share.num_heads * 3 * 2
@@ -62,9 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_tiles_are_few_fit_slots_and_hold_each_element_once(case: Case) -> None:
     share = case.share
-
     tiles = cut_into_tiles(share, case.group, case.span, tile_bytes=case.tile_bytes)
-
     assert Counter(product(share.layers, share.parts, range(*case.span))) == Counter(
         element
         for tile in tiles
@@ -78,7 +65,7 @@ def test_tiles_are_few_fit_slots_and_hold_each_element_once(case: Case) -> None:
 
 
 def most_tiles(case: Case) -> float:
-    """What whole layers alone, or cut tokens alone, would take."""
+    """The tiles that whole layers alone, or cut tokens alone, need."""
     num_layers, (start, stop) = len(case.share.layers), case.span
     unit = case.group.block_size
     layer_bytes = case.slot_bytes(num_layers=1, num_positions=stop - start)
@@ -99,7 +86,6 @@ SHARE = Share(0, 0, "full", FULL.layers, FULL.parts, 4, 4)
 def test_slot_below_least_tile_is_refused_with_setting_to_raise() -> None:
     with pytest.raises(GeometryError, match=r"one token .*raise slot_bytes to 2048") as refused:
         cut_into_tiles(SHARE, FULL, (0, 100), tile_bytes=2047)
-
     sizes = {"needed_bytes": 2048, "given_bytes": 2047}
     assert refused.value.detail == {"field": "slot_bytes", **sizes}
     assert len(cut_into_tiles(SHARE, FULL, (0, 1), tile_bytes=2048)) == 16
@@ -108,12 +94,7 @@ def test_slot_below_least_tile_is_refused_with_setting_to_raise() -> None:
 def test_no_positions_make_no_tile_and_states_are_cut_by_layer() -> None:
     state = state_group("state", (1, 3, 5), (StatePart("ssm", 4, 100),))
     share = Share(0, 0, "state", (1, 3, 5), ("ssm",), 2, 2)
-
     nothing = cut_into_tiles(SHARE, FULL, (0, 0), tile_bytes=1)
     tiles = cut_into_tiles(share, state, (0, 1), tile_bytes=450)
-
     assert not nothing
-    assert [(tile.layers, tile.start, tile.stop) for tile in tiles] == [
-        ((1,), 0, 1),
-        ((3, 5), 0, 1),
-    ]
+    assert [(one.layers, one.start, one.stop) for one in tiles] == [((1,), 0, 1), ((3, 5), 0, 1)]

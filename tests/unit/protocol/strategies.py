@@ -1,7 +1,6 @@
 """Any value that a message may hold, by its type alone; and every class that is a message."""
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -11,16 +10,9 @@ from kvbus.errors import ProtocolError
 from kvbus.protocol import EVENTS, NOTICES, REQUESTS, Empty, ErrorBody, Message
 
 KINDS = tuple(kind for kinds in REQUESTS.values() for kind in kinds.values())
+OTHERS: tuple[type[Message], ...] = (*NOTICES.values(), *EVENTS.values(), Empty, ErrorBody)
 MESSAGES: tuple[type[Message], ...] = tuple(
-    dict.fromkeys(
-        chain(
-            KINDS,
-            (kind.reply for kind in KINDS),
-            NOTICES.values(),
-            EVENTS.values(),
-            (Empty, ErrorBody),
-        )
-    )
+    dict.fromkeys((*KINDS, *(kind.reply for kind in KINDS), *OTHERS))
 )
 LETTERS = st.characters(exclude_categories=["Cs"])  # as UTF-8 can be
 TEXT = st.text(LETTERS, max_size=8)
@@ -69,11 +61,7 @@ def _values(of: types.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911  one ret
             return st.one_of(*map(_values, options))
         case types.Metadata(inner):
             return _values(inner)
-    simple = {
-        types.BoolType: st.booleans(),
-        types.NoneType: st.none(),
-        types.AnyType: PLAIN,
-    }
+    simple = {types.BoolType: st.booleans(), types.NoneType: st.none(), types.AnyType: PLAIN}
     return simple[type(of)]
 
 
@@ -84,7 +72,7 @@ def _bounds(of: types.IntType | types.FloatType, low: float, high: float) -> tup
 
 
 def value_or_refusal(call: Callable[[], T]) -> T | ProtocolError:
-    """What ``call`` returns, or the `ProtocolError` that it raises; anything else is a failure."""
+    """Return the result of ``call``, or the `ProtocolError` that it raises."""
     try:
         return call()
     except ProtocolError as error:

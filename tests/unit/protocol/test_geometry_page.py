@@ -30,9 +30,7 @@ def test_the_strides_of_the_example_are_those_of_its_ranks() -> None:
 
 def test_the_example_takes_as_many_reads_as_kvbus_plan_says() -> None:
     shape = "layers=1,kv_heads=2,head=2,dtype=f16"
-
     plan = planned(prefill=f"tp=2,block=2,{shape}", decode=f"layout=HND,block=4,{shape}", tokens=5)
-
     direct, staged, packed = (plan["paths"][path] for path in ("direct", "staged", "packed"))
     assert (direct["tiles"], direct["scattered_bytes"]) == (0, 0)
     assert f"**direct** takes {direct['descriptors']} READs, no copy." in TEXT

@@ -26,7 +26,6 @@ def test_a_trace_is_its_two_ids_and_whether_it_is_sampled(flags: str, sampled: b
 @pytest.mark.parametrize("text", NOT_OF_THE_FORM)
 def test_malformed_trace_is_none_and_first_valid_one_counts(text: str) -> None:
     first, second = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
-
     assert TraceParent.read(text) is None
     assert known_trace(text, first, second) == first
     assert known_trace(text, "") == ""
@@ -34,10 +33,8 @@ def test_malformed_trace_is_none_and_first_valid_one_counts(text: str) -> None:
 
 def test_newest_of_too_many_spans_are_kept_and_cut_is_told() -> None:
     few, many = ((Span(name, 0.0),) * num for name, num in (("old", 2), ("new", MAX_SPANS - 1)))
-
     fits, cut = TraceResult((few, (Span("new", 0.0),))).newest()
     newest, also_cut = TraceResult((few, many)).newest()
-
     assert ([span.name for span in fits], cut) == (["old", "old", "new"], False)
     assert len(newest) == MAX_SPANS
     assert [span.name for span in newest].count("new") == MAX_SPANS - 1

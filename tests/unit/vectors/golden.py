@@ -17,13 +17,13 @@ M = TypeVar("M", bound=Message)
 
 def read(room: str) -> list[Vector]:
     """The vectors of a file; their messages have bytes again."""
-    vectors: list[Vector] = json.loads((FOLDER / f"{room}.json").read_text())
-    return [_bytes_again(vector) for vector in vectors]
+    text = (FOLDER / f"{room}.json").read_text()
+    vectors: list[Vector] = json.loads(text, object_hook=_bytes_again)
+    return vectors
 
 
 def written(vectors: list[Vector]) -> str:
-    """The text of a file."""
-    return json.dumps(_shown(vectors), indent=1) + "\n"
+    return json.dumps(vectors, indent=1, default=_shown) + "\n"
 
 
 def rooms() -> list[str]:
@@ -33,12 +33,10 @@ def rooms() -> list[str]:
 
 
 def body_in(message: Vector) -> Any:
-    """Of a request, a reply or a notice."""
     return next(message[key] for key in ("body", "ok", "error") if key in message)
 
 
 def frame_of(vector: Vector) -> bytes:
-    """As the side that sends this message makes it."""
     message = vector["message"]
     boot, body = message.get("boot", ""), body_in(message)
     if vector["kind"] == "attach":
@@ -58,23 +56,9 @@ def example(kind: type[M]) -> M:
     return typed(kind, body_in(vectors[0]["message"]))
 
 
-def _bytes_again(value: Any) -> Any:
-    match value:
-        case {"hex": str(digits)} if len(value) == 1:
-            return bytes.fromhex(digits)
-        case dict():
-            return {key: _bytes_again(item) for key, item in value.items()}
-        case list():
-            return [_bytes_again(item) for item in value]
-    return value
+def _bytes_again(fields: dict[str, Any]) -> Any:
+    return bytes.fromhex(fields["hex"]) if fields.keys() == {"hex"} else fields
 
 
-def _shown(value: Any) -> Any:
-    match value:
-        case bytes():
-            return {"hex": value.hex()}
-        case dict():
-            return {key: _shown(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_shown(item) for item in value]
-    return value
+def _shown(value: bytes) -> dict[str, str]:
+    return {"hex": value.hex()}

@@ -14,13 +14,8 @@ from kvbus.memory.attach import LENGTH_BYTES
 BOOT = "raw-engine"
 STATUS = {"v": 1, "op": "status", "id": 7, "boot": BOOT, "body": {}}
 SECRET = "0" * 32
-ACQUIRE = {
-    "agent_boot": "earlier",
-    "offer_id": "o",
-    "secret": SECRET,
-    "reader_id": "r",
-    "lease_s": 1.0,
-}
+OFFER = {"agent_boot": "earlier", "offer_id": "o", "secret": SECRET}
+ACQUIRE = {**OFFER, "reader_id": "r", "lease_s": 1.0}
 LEASE = {"agent_boot": "b", "offer_id": "o", "epoch": 1, "token": SECRET}
 HELLO = {"min_protocol": 1, "max_protocol": 1, "engine_id": "e", "boot": BOOT}
 SEGMENT = {"segment_id": "kv", "size_bytes": 4096}
@@ -28,10 +23,10 @@ SEGMENT = {"segment_id": "kv", "size_bytes": 4096}
 
 @dataclass(frozen=True)
 class Refused:
-    """``frames`` is one message; ``before`` are frames that are sent first, and answered.
+    """One message of ``frames``, after each frame of ``before`` has got its reply.
 
-    ``socket`` is where it is sent: "requests" for every socket that takes requests, "prefill peer",
-    "decode peer", "engine" for the engine socket, by who has not said hello, or "attach".
+    ``socket`` is "requests" for every socket of requests, "prefill peer", "decode peer", "attach",
+    or "engine" for the engine socket before hello.
     """
 
     why: str
@@ -41,7 +36,6 @@ class Refused:
     before: tuple[bytes, ...] = ()
 
     def vector(self) -> dict[str, Any]:
-        """As it is in the file."""
         frames = {"before": self.before, "frames": self.frames}
         hexed = {name: [frame.hex() for frame in some] for name, some in frames.items()}
         return {"why": self.why, "socket": self.socket, "code": self.code, **hexed}
@@ -113,6 +107,7 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "an op of the engine socket": ("offer", {}, "unknown_op"),
     "an op that nobody has": ("make_coffee", {}, "unknown_op"),
 }
+FIRST, LATER = attach("hello", HELLO), attach("hello", HELLO, min_protocol=2, max_protocol=3)
 ATTACH: dict[str, tuple[str, bytes, tuple[bytes, ...]]] = {
     "no msgpack": ("malformed", b"\xc1", ()),
     "a list": ("malformed", packed([1]), ()),
@@ -120,28 +115,15 @@ ATTACH: dict[str, tuple[str, bytes, tuple[bytes, ...]]] = {
     "an op that nobody has": ("unknown_op", attach("make_coffee", {}), ()),
     "an engine id that is a number": ("invalid", attach("hello", HELLO, engine_id=7), ()),
     "a boot id that is too long": ("invalid", attach("hello", HELLO, boot="b" * 65), ()),
-    "versions that the agent does not speak": (
-        "unsupported_version",
-        attach("hello", HELLO, min_protocol=2, max_protocol=3),
-        (),
-    ),
+    "versions that the agent does not speak": ("unsupported_version", LATER, ()),
     "a segment without its size": ("invalid", attach("segment", {"segment_id": "x"}), ()),
     "a segment before hello": ("not_registered", attach("segment", SEGMENT), ()),
-    "a segment without its descriptor": (
-        "malformed",
-        attach("segment", SEGMENT),
-        (attach("hello", HELLO),),
-    ),
-    "a second hello": (
-        "engine_conflict",
-        attach("hello", HELLO),
-        (attach("hello", HELLO, boot="raw-engine-again"),),
-    ),
+    "a segment without its descriptor": ("malformed", attach("segment", SEGMENT), (FIRST,)),
+    "a second hello": ("engine_conflict", FIRST, (attach("hello", HELLO, boot=f"{BOOT}-again"),)),
 }
 
 
 def refused() -> Iterator[Refused]:
-    """All of them."""
     for why, frame in NO_MESSAGES.items():
         yield Refused(why, "requests", "malformed", (frame,))
     yield Refused("two frames", "requests", "malformed", (status(), status()))

@@ -1,4 +1,4 @@
-"""An engine whose shared memory holds 1 MiB: says what sharing 4 MiB comes to."""
+"""An engine whose shared memory holds 1 MiB prints the error of sharing 4 MiB."""
 
 import torch
 

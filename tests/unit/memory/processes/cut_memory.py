@@ -1,4 +1,4 @@
-"""Reads memory whose file was cut under it, in several threads, and says what it found.
+"""Reads memory whose file was cut, in several threads, and prints its findings.
 
 cut_memory.py mapped | copied LIBRARY | lent | unwatched
 """
