@@ -139,7 +139,7 @@ class Permits(Generic[T]):
     def __contains__(self, thing: object) -> bool:
         return thing in self._tenant_of
 
-    def enter(self, tenant: Tenant, thing: T) -> T | None:
+    def acquire(self, tenant: Tenant, thing: T) -> T | None:
         """Return the thing that lost its place. Raises `LocalError` (``busy``)."""
         lost, num_own = None, len(self._things.get(tenant, ()))
         if len(self) >= self._most:
@@ -149,13 +149,13 @@ class Permits(Generic[T]):
                     code=ErrorCode.BUSY,
                 )
             lost = next(reversed(self._things[next(iter(self._having[self._largest]))]))
-            self.leave(lost)
+            self.release(lost)
         self._things.setdefault(tenant, {})[thing] = None
         self._tenant_of[thing] = tenant
         self._count(tenant, num_own, num_own + 1)
         return lost
 
-    def leave(self, thing: T) -> None:
+    def release(self, thing: T) -> None:
         if thing not in self._tenant_of:
             return
         tenant = self._tenant_of.pop(thing)

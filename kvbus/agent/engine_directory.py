@@ -335,7 +335,7 @@ class EngineDirectory:
             log.error("engine.unmapped", engine_id=process.engine_id, reason=error.message)
             if process.engine is not None:
                 self._lose(process.engine, meant=False)
-            process.connection.hang_up()
+            process.connection.shut_down()
 
     def on_cut(self, cut: Cut) -> bool:
         for process in self._by_boot.values():
@@ -352,7 +352,7 @@ class EngineDirectory:
         self._note_ended(process.memory)
         if process.engine is not None:
             self._lose(process.engine, meant=False)
-        connection.hang_up()
+        connection.shut_down()
 
     def _note_ended(self, name: str) -> None:
         self._ended[name] = None
@@ -370,13 +370,13 @@ class EngineDirectory:
         self._tell("engine.lost", engine, logged_as="engine.detached" if meant else "")
         for user in self.users:
             user.on_engine_lost(engine)
-        self._tasks.start_soon(self._give_back, engine)
+        self._tasks.start_soon(self._release, engine)
 
-    async def _give_back(self, engine: LocalEngine) -> None:
+    async def _release(self, engine: LocalEngine) -> None:
         """Release the bytes of a lost engine, then hang up; release the addresses last."""
         for process in list(engine.processes):
             await self._discard(process)
-            process.connection.hang_up()  # tells its processes that the bytes are released
+            process.connection.shut_down()  # tells its processes that the bytes are released
         for user in self.users if engine.is_direct else ():
             await user.quiesce(engine)
         for process in engine.processes:

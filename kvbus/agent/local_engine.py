@@ -47,7 +47,7 @@ class EngineProcess:
     def _send_away(self) -> None:
         if not self.gone and not self.detaching:
             log.error("engine.unresponsive", engine_id=self.engine_id)
-            self.connection.hang_up()
+            self.connection.shut_down()
 
 
 @dataclass(slots=True, eq=False)

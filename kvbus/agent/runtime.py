@@ -355,7 +355,7 @@ class Runtime:
         """End the sessions of keys that lost a role; all subscribers must reconnect."""
         for key in lost:
             self.sockets.peers.end_key(key)
-        self.sockets.publisher.hang_up()
+        self.sockets.publisher.close_connections()
 
     def _register(self, wanted: Register, call: Call) -> None:
         if self.report.is_draining:

@@ -100,7 +100,7 @@ class PendingCalls:
             if len(self) >= limits.max_pending or len(own) >= limits.max_session_pending:
                 raise KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             if (permits := self._permits.get(call.op)) is not None:
-                lost = permits.enter(call.session.tenant, call)
+                lost = permits.acquire(call.session.tenant, call)
         if lost is not None:
             lost.end(KVBusError("others ask who have fewer in progress", code=ErrorCode.BUSY))
         own[call.request_id] = call
@@ -111,4 +111,4 @@ class PendingCalls:
         if call.session.pending.pop(call.request_id, None) is not None:
             self._number -= 1
             if (permits := self._permits.get(call.op)) is not None:
-                permits.leave(call)
+                permits.release(call)

@@ -61,7 +61,7 @@ class EventPublisher(SocketActor):
         if is_wanted and self._pump is not None:
             self._pump.send(op.encode(), encode_notice(op, seq, self.boot, message))
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections. Admitted subscribers reconnect and see a gap."""
         if self._pump is not None and not self.closed:
             self._pump.close()
@@ -110,7 +110,7 @@ class EventPublisher(SocketActor):
             self._topics.discard(topic)
         self._is_wanted.clear()
         if len(self._topics) > MAX_TOPICS:
-            self.hang_up()
+            self.close_connections()
 
     def _last_subscriber_left(self) -> bool:
         """Return whether ZeroMQ made the frame: clients may unsubscribe from topics of others."""

@@ -304,7 +304,7 @@ class DataProcess:
     def knows(self, defined: Defined) -> bool:
         return defined in self._known
 
-    def forget(self, defined: Defined) -> None:
+    def redefine(self, defined: Defined) -> None:
         """Define an object again before the next job that uses it."""
         self._undefine(defined)
         defined.is_answered = False

@@ -94,7 +94,7 @@ class Copiers:
             if is_added and not self._unqueue(job, task):
                 return  # another thread has taken it
             job.stop(self._to_error(error))
-            self._leave(job)
+            self._release(job)
 
     def _unqueue(self, job: CopyJob, task: Callable[[], None]) -> bool:
         with self._lock:
@@ -115,7 +115,7 @@ class Copiers:
         if self._do_next(job):
             self._queue(job, partial(self._turn, job))
         else:
-            self._leave(job)
+            self._release(job)
 
     def _do_next(self, job: CopyJob) -> bool:
         try:
@@ -131,7 +131,7 @@ class Copiers:
             job.stop(self._to_error(error))
         return job.error is None and bool(job.parts)
 
-    def _leave(self, job: CopyJob) -> None:
+    def _release(self, job: CopyJob) -> None:
         with self._lock:
             job.num_threads -= 1
             has_ended = not job.num_threads

@@ -198,7 +198,7 @@ class Connection:
         if self._client is not None and isinstance(error, PeerLost):
             self._client.take_last()  # messages that it sent before its end
         self.lost = error
-        self._attach.hang_up()  # before any write to the blocks: see `EngineDirectory.end_if_left`
+        self._attach.shut_down()  # before a write to the blocks: see `EngineDirectory.end_if_left`
         if self._client is not None:
             self._client.closed_by = error
             self._client.close()

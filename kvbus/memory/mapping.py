@@ -236,15 +236,15 @@ class SegmentMapping(MappedFile):
         if not self.discarded:
             self._put_zeros()
             self.discarded = True
-            self._forget()
+            self._remove()
 
     def close(self) -> None:
         """With a transfer in flight, call `discard` instead."""
         if not self.closed:
             super().close()
-            self._forget()
+            self._remove()
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         if self._watcher is not None:
             self._watcher.unwatch(self._address)
 

@@ -254,9 +254,9 @@ class Table(Generic[K, N, L, C]):
             len(self.retired) > KEPT_ANYWAY
             and next(iter(self.retired.values())).history.retired_at < history.retired_at - KEPT_S
         ):
-            self._forget(next(iter(self.retired)))
+            self._remove(next(iter(self.retired)))
 
-    def _forget(self, key: K) -> N | None:
+    def _remove(self, key: K) -> N | None:
         entry = self.retired.pop(key, None)
         if entry is not None:
             self.retired_bytes -= entry.history.kept_bytes

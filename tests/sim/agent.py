@@ -42,7 +42,7 @@ class SimAttach:
     def has_hung_up(self) -> bool:
         return not self.is_open
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         if self.agent.process.is_alive:
             self.end()
             self.agent.world.after(0.0, self._on_hung_up, self)

@@ -34,7 +34,7 @@ class MemorySockets:
 
     def end_process(self, loop: SimLoop) -> None:
         for one in [one for one in self.connections if loop in (one.loop, one.server.loop)]:
-            one.hang_up()
+            one.shut_down()
 
 
 class _Server:
@@ -80,13 +80,13 @@ class _Connection:
         await asyncio.shield(self._ended)
         raise anyio.EndOfStream
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         if self in self._sockets.connections:
             self._sockets.connections.remove(self)
             self.server.loop.call_soon(self.server.on_closed, self)
             self.loop.call_soon(self._end)
 
-    close = hang_up
+    close = shut_down
 
     def _end(self) -> None:
         if not self._ended.done():

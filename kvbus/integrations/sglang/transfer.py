@@ -233,7 +233,7 @@ class Manager(CommonKVManager):
         rows.output_token_logprobs_val[row, 0] = given.first_logprob or 0.0
         rows.bootstrap_room[row, 0] = room
 
-    def forget_place(self, bootstrap_addr: str) -> None:
+    def remove_place(self, bootstrap_addr: str) -> None:
         self.places.pop(bootstrap_addr, None)
 
 
@@ -487,7 +487,7 @@ class Receiver(CommonKVReceiver):
         if notice.outcome is Outcome.COMPLETED:
             return KVPoll.Success
         if notice.code in ("peer_unreachable", "peer_lost"):
-            self.kv_mgr.forget_place(self.bootstrap_addr)
+            self.kv_mgr.remove_place(self.bootstrap_addr)
         if notice.outcome is not Outcome.CANCELLED:
             self.kv_mgr.link.release(fetch.ticket)
         self._fail(f"kvbus: {notice.message} [{notice.code}]")

@@ -204,7 +204,7 @@ class RequestOffers:
         if reserved is not None:
             reserved.withdraw()
 
-    def abandon(self, request_id: str) -> None:
+    def withdraw(self, request_id: str) -> None:
         self._growing.pop(request_id, None)
         reserved = self._reserved.pop(request_id, None)
         if reserved is not None:
@@ -226,7 +226,7 @@ class RequestOffers:
         except KVBusError as error:
             if not reserved.is_unwanted:
                 self._say_not_offered(request_id, error)
-            self.abandon(request_id)
+            self.withdraw(request_id)
             return None
         del self._reserved[request_id]
         self._growing.pop(request_id, None)

@@ -4,7 +4,7 @@
 on_new_request              Loads.expect         build_connector_meta     failures ──▶ workers
 get_num_new_matched_tokens  Loads.matched        update_connector_output  Loads.take_loaded
 update_state_after_alloc    Loads.start, Offers.reserve                   Offers.grow
-request_finished            Loads.give_up, Offers.publish, or abandon
+request_finished            Loads.give_up, Offers.publish, or withdraw
 """
 
 import logging
@@ -159,7 +159,7 @@ class SchedulerSide:
             # a reader that knows the name of the offer cannot learn of a gap
             if ends_well and (whole_blocks or not params.get(TRANSFER_ID)):
                 return False, self._offer_prompt(request, ids, whole_blocks)
-            self._offers.abandon(request.request_id)
+            self._offers.withdraw(request.request_id)
         elif params and ends_well and not is_of_later_prompt(request.request_id):
             return False, self._offer_answer(request, ids, whole_blocks)
         return False, None
@@ -281,7 +281,7 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if num_tokens == 0:
-            self._offers.abandon(request.request_id)
+            self._offers.withdraw(request.request_id)
             return None
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:

@@ -120,7 +120,7 @@ class FrameChannel:
                     rest, ancillary = rest[num_sent:], []
         except BaseException:
             if len(rest) < len(frame):
-                self.hang_up()
+                self.shut_down()
             raise
 
     async def ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -133,7 +133,7 @@ class FrameChannel:
             close_fds(fds)
             raise
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other side closed first

@@ -54,9 +54,9 @@ class AttachClient:
         self._channel = None
         await self._stack.aclose()  # so that it does not wrap the caller's exception
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         if self._channel is not None:
-            self._channel.hang_up()
+            self._channel.shut_down()
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         """Return the ``ok`` of the reply; the caller keeps its descriptors.
@@ -80,14 +80,14 @@ class AttachClient:
             reply = await pending
         except asyncio.CancelledError:
             if pending.done() and not pending.cancelled():
-                _discard(pending.result())
+                _close_fds_of(pending.result())
             raise
         if reply is None:
             raise PeerLost(f"the agent at {self.path} is gone")
         try:
             return open_reply(reply[0]), reply[1]
         except KVBusError:
-            _discard(reply)
+            _close_fds_of(reply)
             raise
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> PendingReply:
@@ -118,7 +118,7 @@ class AttachClient:
                     raise
                 self._accept_reply((reply, fds))
         except (anyio.EndOfStream, ProtocolError):  # a broken format ends the connection, too
-            channel.hang_up()
+            channel.shut_down()
         finally:
             self.closed.set()
             while self._pending:
@@ -126,10 +126,10 @@ class AttachClient:
 
     def _accept_reply(self, reply: Reply | None) -> None:
         if not self._pending:
-            _discard(reply)
+            _close_fds_of(reply)
             self._unasked_reply = reply
         elif (pending := self._pending.popleft()).done():
-            _discard(reply)
+            _close_fds_of(reply)
         else:
             pending.set_result(reply)
 
@@ -141,6 +141,6 @@ async def query_agent(attach: Path) -> Welcome:
         return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))
 
 
-def _discard(reply: Reply | None) -> None:
+def _close_fds_of(reply: Reply | None) -> None:
     if reply is not None:
         close_fds(reply[1])

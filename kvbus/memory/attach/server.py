@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class AttachConnection(FrameChannel):
-    """After ``hang_up``, ``on_closed`` follows."""
+    """After ``shut_down``, ``on_closed`` follows."""
 
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
         super().__init__(accepted, frame_timeout_s=frame_timeout_s)

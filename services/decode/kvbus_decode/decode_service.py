@@ -110,7 +110,7 @@ class DecodeService(Service):
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
-        self.routes.forget_engine(engine)
+        self.routes.remove_engine(engine)
 
     def stop(self) -> None:
         self._dispatch(Stopped())

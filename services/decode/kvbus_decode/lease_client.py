@@ -80,7 +80,7 @@ class LeaseClient:
     def _hold(self, command: ev.AcquirePeer) -> None:
         ticket = command.requested.ticket
         fetch: FetchResources = command.requested.resources
-        self._forget_offer(fetch)  # the ticket of a rendezvous names another offer
+        self._remove_offer(fetch)  # the ticket of a rendezvous names another offer
         fetch.attempt, fetch.deadline = command.attempt, command.deadline
         fetch.offer_id = ticket.offer_id
         self._by_offer[fetch.offer_id][fetch] = None
@@ -202,7 +202,7 @@ class LeaseClient:
 
     def end(self, fetch: FetchResources) -> None:
         self._draining.pop(fetch, None)
-        self._forget_offer(fetch)
+        self._remove_offer(fetch)
         if fetch.awaiting is not None:
             request_id, settle = fetch.awaiting
             fetch.peers[0].cancel(request_id)
@@ -242,7 +242,7 @@ class LeaseClient:
         except KVBusError as error:
             return error
 
-    def _forget_offer(self, fetch: FetchResources) -> None:
+    def _remove_offer(self, fetch: FetchResources) -> None:
         known = self._by_offer.get(fetch.offer_id, {})
         known.pop(fetch, None)
         if not known:

@@ -129,8 +129,8 @@ class MappedMemory:
         self._mappings = tuple(lent.mappings.values())  # keeps the addresses mapped
         self.closed = ""
         """Reason why bytes may not be the engine's, or empty."""
-        self.hang_up = weakref.finalize(self, channel.hang_up)
-        self.hang_up.atexit = False
+        self.shut_down = weakref.finalize(self, channel.shut_down)
+        self.shut_down.atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -230,7 +230,7 @@ class MemoryBorrower:
         except BaseException:
             channel.close()
             with anyio.CancelScope(shield=True):
-                await _give_back(data, lent, ranks)
+                await _release(data, lent, ranks)
             raise
         # The file watcher and the task that waits for the connection hold no reference to the
         # memory. It is freed when nothing reads it, which closes the connection.
@@ -260,8 +260,8 @@ class MemoryBorrower:
             self._end(reference)
             channel.close()
             with anyio.CancelScope(shield=True):
-                give_back = partial(_give_back, self._agent.data, lent, ranks)
-                await guarded(give_back, lambda _: None)
+                release = partial(_release, self._agent.data, lent, ranks)
+                await guarded(release, lambda _: None)
 
     def on_cut(self, cut: Cut) -> None:
         for memory in list(self._mapped):
@@ -280,7 +280,7 @@ class MemoryBorrower:
         if memory is None:
             return
         memory.close("the prefill engine or its agent has ended, or revoked our key")
-        memory.hang_up()
+        memory.shut_down()
         self._mapped.pop(memory, None)
         self._note(memory.name, memory.closed)
         memory.lender.end_memory(memory)
@@ -294,7 +294,7 @@ class MemoryBorrower:
             del self.states[next(iter(self.states))]
 
 
-async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]) -> None:
+async def _release(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]) -> None:
     """Replace the bytes with zeros; the data process unmaps them after their last job."""
     try:
         for defined in ranks.values():

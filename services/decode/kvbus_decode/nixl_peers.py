@@ -82,7 +82,7 @@ class NixlPeer:
     def break_off(self) -> None:
         """Add the peer again before its next use: UCX has closed the connection."""
         self._is_undriven = False
-        self.data.forget(self.defined)
+        self.data.redefine(self.defined)
 
     def set_memories(self, memories: Iterable[NixlMemory]) -> None:
         self.memories = tuple(dict.fromkeys(memories))

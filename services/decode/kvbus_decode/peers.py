@@ -77,9 +77,9 @@ class PeerDirectory(EventListener):
             keys=agent.access.keys,
             options=SocketOptions(allowed=self._allowed),
         )
-        agent.access.on_change.append(self._drop_distrusted)
+        agent.access.on_change.append(self._remove_distrusted)
         agent.tasks.start_soon(self._subscriber.run)
-        agent.tasks.start_soon(self._drop_unused)
+        agent.tasks.start_soon(self._remove_unused)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -90,7 +90,7 @@ class PeerDirectory(EventListener):
         Raises `LocalError` (``busy``) or `RemoteError` (``forbidden``).
         """
         peer = self._peers.pop(address, None) or self._connect(address)
-        self._peers[address] = peer  # most recently used last: `_drop_idle` evicts the first
+        self._peers[address] = peer  # most recently used last: `_remove_idle` evicts the first
         peer.num_users += 1
         return peer
 
@@ -124,7 +124,7 @@ class PeerDirectory(EventListener):
 
     def listen(self, peer: Peer, events_endpoint: str) -> None:
         if peer.events_endpoint != events_endpoint:
-            self._forget_events(peer)
+            self._unsubscribe(peer)
             peer.events_endpoint = events_endpoint
         if self._by_events.get(events_endpoint, peer) is not peer:  # it had another key before
             self._subscriber.remove(events_endpoint)
@@ -139,7 +139,7 @@ class PeerDirectory(EventListener):
             self.on_found(peer, True)
         elif event.op == ENGINE_LOST:
             ended = event.body
-            peer.remote.drop_engine(ended.get("engine_id"), ended.get("engine_instance"))
+            peer.remote.remove_engine(ended.get("engine_id"), ended.get("engine_instance"))
         else:
             self.on_offer(event)
 
@@ -153,7 +153,7 @@ class PeerDirectory(EventListener):
     def _connect(self, address: PeerAddress) -> Peer:
         options = self._agent.access.connected(*address)
         if len(self._peers) >= self._config.max_peers:
-            self._drop_idle()
+            self._remove_idle()
         endpoint = address.endpoint
         client = RequestClient(
             self._agent.context,
@@ -174,7 +174,7 @@ class PeerDirectory(EventListener):
         with peer.scope:
             await peer.client.run()
 
-    async def _drop_unused(self) -> None:
+    async def _remove_unused(self) -> None:
         idle_s = self._config.idle_peer_s
         while True:
             await anyio.sleep(min(FORGET_PEER_S, idle_s) / 4)
@@ -188,34 +188,34 @@ class PeerDirectory(EventListener):
                         silent_s=round(silent_s),
                         unused_s=round(unused_s),
                     )
-                    self.drop(peer, "was left")
+                    self.remove(peer, "was left")
 
-    def _drop_idle(self) -> None:
+    def _remove_idle(self) -> None:
         idle = next((peer for peer in self._peers.values() if not peer.num_users), None)
         if idle is None:
             raise LocalError(
                 f"{len(self._peers)} peers are in use, which is the limit (max_peers)",
                 code=ErrorCode.BUSY,
             )
-        self.drop(idle, "was left")
+        self.remove(idle, "was left")
 
-    def drop(self, peer: Peer, reason: str) -> None:
+    def remove(self, peer: Peer, reason: str) -> None:
         del self._peers[peer.address]
         peer.remote.close(reason)
-        self._forget_events(peer)
+        self._unsubscribe(peer)
         peer.scope.cancel()
 
-    def _forget_events(self, peer: Peer) -> None:
+    def _unsubscribe(self, peer: Peer) -> None:
         """Unsubscribe, unless the same agent under a new key has taken over."""
         if self._by_events.get(peer.events_endpoint) is peer:
             self._subscriber.remove(peer.events_endpoint)
             del self._by_events[peer.events_endpoint]
 
-    def _drop_distrusted(self, keys: frozenset[str]) -> None:
+    def _remove_distrusted(self, keys: frozenset[str]) -> None:
         for peer in list(self._peers.values()):
             if peer.address.server_key in keys:
                 log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
-                self.drop(peer, "is not trusted any more")
+                self.remove(peer, "is not trusted any more")
 
     def _see_boot(self, peer: Peer, _: str) -> None:
         if peer.remote.boot:

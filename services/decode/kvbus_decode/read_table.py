@@ -229,7 +229,7 @@ def go_on(read: ReadEntry, transfer: Transfer, event: StageEnded, now: float) ->
     return begin(read, transfer, event, now)
 
 
-def drop(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
+def stop(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: float) -> Commands:
     transfer.state = OVER
     return []
 
@@ -244,7 +244,7 @@ TRANSITIONS = transitions(
     ((QUEUED,), (TransferDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
     ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
-    ((PACKING, QUEUED, COMPARING), (TransferStopped,), drop, (OVER,)),
+    ((PACKING, QUEUED, COMPARING), (TransferStopped,), stop, (OVER,)),
     ((READING, COPYING), (TransferStopped,), abort, ()),
 )
 
@@ -306,7 +306,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         for number, transfer in enumerate(chain.from_iterable(wanted.rounds)):
             transfer.number = number
         read = ReadEntry(wanted)
-        if (before := self._forget(wanted.key)) is not None:
+        if (before := self._remove(wanted.key)) is not None:
             read.history = before.history
         self._add(read, wanted, now, ())
         return self._go_on(read, now)

@@ -158,10 +158,10 @@ class RemoteAgent:
         if self.closed:
             return
         self.closed = reason
-        self.drop(lambda _: True)
+        self.remove(lambda _: True)
         for memory in list(self.mapped.values()):
             memory.close(f"the prefill agent {reason}")
-            memory.hang_up()
+            memory.shut_down()
         self.peer.nixl.release(self.nixl_memory)
         self.peer.on_lost(self)
 
@@ -181,28 +181,28 @@ class RemoteAgent:
             source.nixl_peer.break_off()
         is_denied = of == "memory" and error.code == ErrorCode.FORBIDDEN
         if error.code in OTHER_MEMORY or is_denied:
-            self.drop_engine(source.engine_id, source.engine_instance)
+            self.remove_engine(source.engine_id, source.engine_instance)
 
-    def drop_engine(self, engine_id: object, instance: object) -> None:
+    def remove_engine(self, engine_id: object, instance: object) -> None:
         here = ("", instance)
-        self.drop(lambda one: one.engine_id == engine_id and one.engine_instance in here)
+        self.remove(lambda one: one.engine_id == engine_id and one.engine_instance in here)
 
     def end_memory(self, memory: MappedMemory) -> None:
         """Close the routes that copy from mapped memory: it now reads as zeros."""
         for key in [key for key, known in self.mapped.items() if known is memory]:
             del self.mapped[key]
-        self.drop(lambda one: one.mapped is memory)
+        self.remove(lambda one: one.mapped is memory)
 
-    def drop(self, is_dropped: Callable[["Source"], bool]) -> None:
+    def remove(self, is_removed: Callable[["Source"], bool]) -> None:
         for source, close in list(self.sources.items()):
-            if is_dropped(source):
+            if is_removed(source):
                 close()
 
     # An agent can replace its data process without a restart. The new NIXL agent has another name
     # and other registrations. A READ from the earlier one must not be served by the new one, which
     # may have other memory at the same address.
     async def connect_nixl(self, memory: NixlMemory) -> NixlPeer:
-        self.drop(lambda one: one.nixl_agent not in ("", memory.agent))
+        self.remove(lambda one: one.nixl_agent not in ("", memory.agent))
         nixl = self.peer.nixl
         nixl.release(self.nixl_memory, but=memory.agent)
         async with self.nixl_turn:

@@ -121,7 +121,7 @@ class RouteBook:
             endpoint=peer.endpoint,
         )
 
-    def forget_engine(self, engine: LocalEngine) -> None:
+    def remove_engine(self, engine: LocalEngine) -> None:
         for route in self:
             if route.engine is engine:
                 route.close()
@@ -274,7 +274,7 @@ class RouteBook:
         for source in route.sources:
             _check_open(source)
         here = ("", key.engine_instance)
-        route.home.remote.drop(
+        route.home.remote.remove(
             lambda one: one.engine_id == key.engine_id and one.engine_instance not in here
         )
         if (earlier := self._routes.get(key)) is not None:

@@ -156,13 +156,13 @@ class Packing:
     # Packing.
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
-        self._driver.dispatch(slots.GivenBack(unpack.slot_ids, call.session.name))
+        self._driver.dispatch(slots.SlotReleased(unpack.slot_ids, call.session.name))
         call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
         reader, lease = call.session.name, (pack.offer_id, pack.epoch)
         if pack.done:
-            self._driver.dispatch(slots.GivenBack(pack.done, reader))
+            self._driver.dispatch(slots.SlotReleased(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack)
         work, num_bytes = _gather_of(engine, pack, max_bytes=self._agent.staging.slot_bytes)
@@ -179,7 +179,7 @@ class Packing:
             work=work,
             reply_to=call,
         )
-        call.on_end = partial(self._driver.dispatch, slots.TileAbandoned(wanted.lease, call))
+        call.on_end = partial(self._driver.dispatch, slots.TileCancelled(wanted.lease, call))
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather, promise: Promise[slots.Event]) -> None:

@@ -56,7 +56,7 @@ class MemoryLender:
         self._have_cells: defaultdict[LocalEngine, set[str]] = defaultdict(set)
         """Keys of readers that have the engine's page of cells."""
         self._secret = secrets.token_bytes(32)
-        agent.access.on_change.append(self._hang_up_revoked)
+        agent.access.on_change.append(self._shut_down_revoked)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             agent.folder / MEMORY_SOCKET,
@@ -99,7 +99,7 @@ class MemoryLender:
         self._have_cells.pop(engine, None)
         for connection, (lent, _) in self._readers.items():
             if lent is engine:
-                connection.hang_up()
+                connection.shut_down()
 
     def grant_for(self, key: str) -> str:
         if self._agent.access.keys is None:
@@ -118,11 +118,11 @@ class MemoryLender:
         access = self._agent.access
         return access.keys is None or Role.DECODE in access.roles_of(key)
 
-    def _hang_up_revoked(self, keys: frozenset[str]) -> None:
+    def _shut_down_revoked(self, keys: frozenset[str]) -> None:
         revoked = {key for key in keys if not self._may_read(key)}
         for connection, (_, key) in self._readers.items():
             if key in revoked:
-                connection.hang_up()
+                connection.shut_down()
         for engine, readers in self._have_cells.items():
             if engine.shares_cells and not revoked.isdisjoint(readers):
                 engine.shares_cells = False

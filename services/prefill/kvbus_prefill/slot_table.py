@@ -102,12 +102,12 @@ class WipeEnded(Value, frozen=True):
     slot_id: int
 
 
-class GivenBack(Value, frozen=True):
+class SlotReleased(Value, frozen=True):
     slot_ids: tuple[int, ...]
     reader: str
 
 
-class TileAbandoned(Value, frozen=True):
+class TileCancelled(Value, frozen=True):
     lease: Hashable
     reply_to: object
 
@@ -124,8 +124,8 @@ Event = (
     | SlotGranted
     | GatherEnded
     | WipeEnded
-    | GivenBack
-    | TileAbandoned
+    | SlotReleased
+    | TileCancelled
     | LeaseEnded
     | EngineLost
     | Stopped
@@ -200,12 +200,12 @@ def end_gather(tile: SlotEntry, event: GatherEnded, at: Context) -> Commands:
     return [SendReply(request.reply_to, packed)]
 
 
-def give_up(tile: SlotEntry, event: Event, _: Context) -> Commands:
+def fail(tile: SlotEntry, event: Event, _: Context) -> Commands:
     tile.state = OVER
     return [Refuse(tile.wanted.reply_to, _reason(tile, event))]
 
 
-def abandon(tile: SlotEntry, event: Event, _: Context) -> Commands:
+def cancel(tile: SlotEntry, event: Event, _: Context) -> Commands:
     tile.state = ABANDONED
     return [Refuse(tile.wanted.reply_to, _reason(tile, event))]
 
@@ -230,7 +230,7 @@ def ignore(_tile: SlotEntry, _event: Event, _: Context) -> Commands:
 
 def _reason(tile: SlotEntry, event: Event) -> LocalError:
     match event:
-        case TileAbandoned():
+        case TileCancelled():
             return LocalError("the reader does not wait for the tile", code=ErrorCode.BUSY)
         case LeaseEnded(code=code):
             return LocalError("the lease of the offer ended", code=code)
@@ -248,14 +248,14 @@ def _reason(tile: SlotEntry, event: Event) -> LocalError:
 ENDS = (LeaseEnded, EngineLost, Stopped)
 TRANSITIONS = transitions(
     ((WAITING,), (SlotGranted,), start, (GATHERING,)),
-    ((WAITING,), (*ENDS, TileAbandoned, DeadlinePassed), give_up, (OVER,)),
+    ((WAITING,), (*ENDS, TileCancelled, DeadlinePassed), fail, (OVER,)),
     ((GATHERING,), (GatherEnded,), end_gather, (PACKED, WIPING, OVER)),
-    ((GATHERING,), (*ENDS, TileAbandoned, DeadlinePassed), abandon, (ABANDONED,)),
-    ((PACKED,), (*ENDS, GivenBack, DeadlinePassed), free, (WIPING, OVER)),
+    ((GATHERING,), (*ENDS, TileCancelled, DeadlinePassed), cancel, (ABANDONED,)),
+    ((PACKED,), (*ENDS, SlotReleased, DeadlinePassed), free, (WIPING, OVER)),
     ((ABANDONED,), (GatherEnded,), free, (WIPING, OVER)),
     ((WIPING,), (WipeEnded,), end_wipe, (OVER,)),
-    ((WAITING, GATHERING), (GivenBack,), ignore, ()),
-    ((ABANDONED, WIPING), (*ENDS, GivenBack), ignore, ()),
+    ((WAITING, GATHERING), (SlotReleased,), ignore, ()),
+    ((ABANDONED, WIPING), (*ENDS, SlotReleased), ignore, ()),
 )
 
 
@@ -300,10 +300,10 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         match event:
             case GatherEnded(slot_id) | WipeEnded(slot_id):
                 return [self.live[slot_id]]
-            case GivenBack(slot_ids, reader):
+            case SlotReleased(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
                 return [tile for tile in known if tile.wanted.reader == reader]
-            case TileAbandoned(lease, reply_to):
+            case TileCancelled(lease, reply_to):
                 of_lease = self._leases.get(lease, {}).values()
                 return [tile for tile in of_lease if tile.wanted.reply_to is reply_to]
             case LeaseEnded(lease):

@@ -113,7 +113,7 @@ async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> Non
     client = bus.client(at=server.endpoint, on_gone=gone.append)
     num_tries, port = 0, int(server.endpoint.rpartition(":")[2])
 
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def close_connections(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_tries
         num_tries += 1
         wire = writer.get_extra_info("socket")
@@ -124,7 +124,7 @@ async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> Non
         async with bus.running(server):
             await client.ask(Ask(), timeout_s=30)
         earlier.destroy(linger=0)  # the port is free then
-        async with await asyncio.start_server(hang_up, "127.0.0.1", port):
+        async with await asyncio.start_server(close_connections, "127.0.0.1", port):
             await until(lambda: num_tries >= 6)
         assert not gone
         await until(lambda: client.is_gone)

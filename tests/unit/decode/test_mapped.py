@@ -203,7 +203,7 @@ async def drop_the_peer(both: Neighbours, _: Any) -> None:
 
 
 async def end_the_memory(_: Neighbours, memory: Any) -> None:
-    memory.hang_up()
+    memory.shut_down()
     await until(lambda: memory.closed)
 
 

@@ -55,8 +55,8 @@ def gathered(slot_id: int = 1, error: Any = None) -> slots.GatherEnded:
     return slots.GatherEnded(slot_id, error)
 
 
-def given(slot_id: int = 1, reader: str = "reader") -> slots.GivenBack:
-    return slots.GivenBack((slot_id,), reader)
+def given(slot_id: int = 1, reader: str = "reader") -> slots.SlotReleased:
+    return slots.SlotReleased((slot_id,), reader)
 
 
 def done(commands: list[slots.Command]) -> str:
@@ -104,10 +104,10 @@ SCRIPTS: dict[str, list[Step]] = {
     "a reader gets its slot when the copy has ended and not before": [(1, asked("a"), "gather a"),
         (2, gathered(), "a has 1"), 1],
     "an abandoned tile is not gathered": [ONE_SLOT, asked("a"), asked("b"), asked("c"),
-        (1, slots.TileAbandoned("lease", "b"), "b: busy"), (gathered(), "a has 1"),
+        (1, slots.TileCancelled("lease", "b"), "b: busy"), (gathered(), "a has 1"),
         (given(), "gather c"), 1],
     "the slot of an abandoned tile is free when its copy has ended": [asked("a"),
-        (1, slots.TileAbandoned("lease", "a"), "a: busy"), (gathered(), ""), 0],
+        (1, slots.TileCancelled("lease", "a"), "a: busy"), (gathered(), ""), 0],
     "a copy that failed is the failure of its reader and frees the slot": [asked("a"),
         (1, gathered(1, SegmentError("gone")), "a: segment"), 0],
     "where slots are wiped the next gets one when that has ended": [WIPED, asked("a"), asked("b"),

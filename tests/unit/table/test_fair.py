@@ -141,14 +141,14 @@ def test_an_equal_share_is_neither_refused_nor_lost(steps: list[tuple[str, int]]
         if step == "leave":
             if held[tenant]:
                 gone = held[tenant].pop(0)
-                places.leave(gone)
-                places.leave(gone)  # twice is once
+                places.release(gone)
+                places.release(gone)  # twice is once
             continue
         wanted = tenant, number
         before, num_parties = len(held[tenant]), sum(map(bool, held.values())) + (not held[tenant])
         is_full = len(places) == MOST
         try:
-            lost = places.enter(tenant, wanted)
+            lost = places.acquire(tenant, wanted)
         except LocalError:
             assert is_full
             assert before + 1 > MOST // num_parties

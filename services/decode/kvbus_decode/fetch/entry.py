@@ -265,7 +265,7 @@ class FetchEntry:
         self.lease_ends_at = sent_at + granted.lease_s
         self.ask_at = sent_at + granted.lease_s / 3
 
-    def drop_attempt(self) -> None:
+    def end_attempt(self) -> None:
         self.question, self.held, self.refresh_needed = None, None, False
         self.requested = replace(self.requested, has_route=False, speculative=None)
         if self.unconfirmed:

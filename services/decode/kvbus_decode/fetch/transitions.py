@@ -351,8 +351,8 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
         pause_s = min(RETRY_S * 2 ** min(fetch.attempts - 2, 8), MAX_RETRY_S) * (1 + jitter) / 2
     if at.now + pause_s >= fetch.deadline:
         return fail(fetch, error, at)
-    commands = [] if fetch.unconfirmed else give_back(fetch)
-    fetch.drop_attempt()
+    commands = [] if fetch.unconfirmed else release_lease(fetch)
+    fetch.end_attempt()
     fetch.ask_at = at.now + pause_s
     return [*commands, ev.EndAttempt(fetch.requested, fetch.attempts, error)]
 
@@ -400,7 +400,7 @@ def fail(
     undecided = fetch.is_undecided and not is_answered
     fetch.error, fetch.ends_as = error.without_frames(), ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
-    ends = give_back(fetch) if not in_flight else [] if is_stopped else [stop_reads(fetch)]
+    ends = release_lease(fetch) if not in_flight else [] if is_stopped else [stop_reads(fetch)]
     return [*ends, fetch.report(fetch.failed_in or stage if is_stopped else stage, undecided)]
 
 
@@ -438,14 +438,14 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
         return []
     fetch.enter(fetch.ends_as, at.now)
     freed = BlocksFreed(fetch_id=fetch.requested.request.fetch_id)
-    return [*give_back(fetch), ev.NotifyEngine(fetch.requested, freed)]
+    return [*release_lease(fetch), ev.NotifyEngine(fetch.requested, freed)]
 
 
 def stop_reads(fetch: FetchEntry) -> ev.StopReads:
     return ev.StopReads(fetch.key, fetch.requested.resources)
 
 
-def give_back(fetch: FetchEntry) -> Commands:
+def release_lease(fetch: FetchEntry) -> Commands:
     if fetch.held is None or fetch.error is None:
         return []
     return [release(fetch.requested.ticket, fetch.boot, fetch.held, fetch.error.code)]

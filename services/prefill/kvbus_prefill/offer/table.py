@@ -24,7 +24,7 @@ from kvbus.table.table import Table
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands
-from kvbus_prefill.offer.transitions import TRANSITIONS, done, draining, ended, given_up
+from kvbus_prefill.offer.transitions import TRANSITIONS, declined, done, draining, ended
 
 NAMES_KEPT_S = 600.0
 """An engine may use a name late."""
@@ -205,13 +205,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 raise LocalError("another offer has this offer_id", code=ErrorCode.OFFER_EXISTS)
             if known.ended_by not in OUTLIVED:
                 return known
-            self._forget(known.offer_id)
+            self._remove(known.offer_id)
             self._used_names.pop(name, None)
         offer, used = self._named.get(name), self._used_names.get(name)
         if self.draining:
             raise draining()
         if used is not None and used.code is ErrorCode.CANCELLED:
-            raise given_up()
+            raise declined()
         if used is not None or (offer is not None and offer.state is not OfferState.AWAITED):
             raise LocalError(
                 "an offer with this transfer_id was made before", code=ErrorCode.OFFER_EXISTS
@@ -248,7 +248,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 return [done(event)]
         elif used is not None:
             error = LocalError("the offer is over", code=used.code)
-            raise given_up() if used.code is ErrorCode.CANCELLED else error
+            raise declined() if used.code is ErrorCode.CANCELLED else error
         elif offer is None or offer.state is OfferState.AWAITED:
             if offer is None and self.draining:
                 raise draining()

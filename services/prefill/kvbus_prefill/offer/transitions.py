@@ -50,7 +50,7 @@ def draining() -> LocalError:
     return LocalError("the prefill agent is draining", code=ErrorCode.DRAINING)
 
 
-def given_up() -> LocalError:
+def declined() -> LocalError:
     return LocalError("the reader of this offer has given it up", code=ErrorCode.CANCELLED)
 
 
@@ -74,12 +74,12 @@ def end_waits(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Command
     )
     over = [reply_to for reply_to, until in offer.waiting.items() if until <= at.now]
     for reply_to in over:
-        _leave(offer, reply_to)
+        _stop_waiting(offer, reply_to)
     return [Refuse(reply_to, early) for reply_to in over]
 
 
-def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
-    _leave(offer, event.reply_to)
+def stop_waiting(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
+    _stop_waiting(offer, event.reply_to)
     return []
 
 
@@ -90,9 +90,9 @@ def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
     return [Refuse(reply_to, error) for reply_to in offer.waiting]
 
 
-def give_up(offer: OfferEntry, event: ev.Asked[Decline], _: Context) -> Commands:
+def decline(offer: OfferEntry, event: ev.Asked[Decline], _: Context) -> Commands:
     offer.state, offer.ended_by = RELEASED, ErrorCode.CANCELLED
-    return [*(Refuse(reply_to, given_up()) for reply_to in offer.waiting), done(event)]
+    return [*(Refuse(reply_to, declined()) for reply_to in offer.waiting), done(event)]
 
 
 def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
@@ -156,7 +156,7 @@ def ignore(_offer: OfferEntry, _event: ev.Event, _: Context) -> Commands:
     return []
 
 
-def _leave(offer: OfferEntry, reply_to: object) -> None:
+def _stop_waiting(offer: OfferEntry, reply_to: object) -> None:
     offer.waiting.pop(reply_to, None)
     if not offer.waiting:
         offer.state = RELEASED
@@ -225,7 +225,7 @@ def renew(offer: OfferEntry, event: ev.Asked[Renew], at: Context) -> Commands:
     return [SendReply(event.reply_to, offer.grant(lease, event.message, at))]
 
 
-def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Commands:
+def release(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Commands:
     lease = offer.live_lease(event.message.epoch)
     return [done(event), offer.end_lease(lease, "ended")]
 
@@ -381,10 +381,10 @@ def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Comm
 LIVE = (OPEN, SEALED)
 TRANSITIONS = transitions(
     ((AWAITED,), (AwaitOffer,), wait, ()),
-    ((AWAITED,), (ev.Abandoned,), leave, (AWAITED, RELEASED)),
+    ((AWAITED,), (ev.Abandoned,), stop_waiting, (AWAITED, RELEASED)),
     ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
     ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
-    ((AWAITED,), (Decline,), give_up, (RELEASED,)),
+    ((AWAITED,), (Decline,), decline, (RELEASED,)),
     ((AWAITED,), (MakeOffer,), make, LIVE),
     ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
     (LIVE, (MakeOffer,), make_again, ()),
@@ -400,7 +400,7 @@ TRANSITIONS = transitions(
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     (LIVE, (Acquire,), acquire, ()),
     (LIVE, (Renew,), renew, ()),
-    (LIVE, (Release,), give_back, ()),
+    (LIVE, (Release,), release, ()),
     ((OPEN,), (Commit,), refuse_early_commit, ()),
     ((SEALED,), (Commit,), commit, (SEALED, RELEASED)),
     ((SEALED,), (ev.CellCommitted,), end_committed, (RELEASED,)),
