@@ -12,7 +12,7 @@ INSTALLED_SGLANG := $(VENV_SGLANG)/.installed
 KERNEL := kvbus/memory/copy_runs.so
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 SEED ?= 1
 MINUTES ?= 1
 HANDOFFS ?= 1000000
@@ -94,7 +94,7 @@ debian-packages: ## Install what some tests need of Debian: a browser, promtool,
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 	$(BIN)/kvbus demo
 
-test: $(INSTALLED) $(KERNEL) ## Run the tests that CI runs, TEST_PROCESSES=2 side by side
+test: $(INSTALLED) $(KERNEL) ## Run the tests that CI runs, TEST_PROCESSES=3 side by side
 	$(RUN_TESTS)
 
 test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shapes
