@@ -10,8 +10,8 @@ __all__ = ["INSIDE_VLLM", "KvbusConnector", "register"]
 
 INSIDE_VLLM = {
     "vllm.config.vllm:VllmConfig": (
-        "cache_config compilation_config kv_transfer_config model_config parallel_config "
-        "shutdown_timeout speculative_config"
+        "cache_config compilation_config kv_transfer_config model_config "
+        "num_prefill_lookahead_tokens parallel_config shutdown_timeout speculative_config"
     ),
     "vllm.config.cache:CacheConfig": "cache_dtype",
     "vllm.config.compilation:CompilationConfig": "static_forward_context",
@@ -24,7 +24,7 @@ INSIDE_VLLM = {
         "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
         "tensor_parallel_size"
     ),
-    "vllm.config.speculative:SpeculativeConfig": "uses_draft_kv_cache",
+    "vllm.config.speculative:SpeculativeConfig": ("uses_draft_kv_cache uses_extract_hidden_states"),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
         "_get_connector_metadata"
     ),
@@ -46,7 +46,7 @@ INSIDE_VLLM = {
         "kv_cache_groups num_blocks select_transfer_block_ids transfer_group_ids transfer_groups"
     ),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
-        "enable_kv_transfer host_resident is_eagle_group kv_cache_spec layer_names role"
+        "enable_kv_transfer host_resident kv_cache_spec layer_names role"
     ),
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": (
         "block_size dtype head_size head_size_v kv_quant_mode num_kv_heads tokens_per_state"

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvbus.engine import AgentRanks, Link, RankMemory, new_secret
-from kvbus.integrations.vllm.describe import describe_engine
+from kvbus.integrations.vllm.describe import describe_engine, tokens_left
 from kvbus.integrations.vllm.params import (
     NOTHING,
     StepDone,
@@ -67,6 +67,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
             kv_role=transfer.kv_role,
             drains=drains,
             takes_images=vllm_config.model_config.is_multimodal_model,
+            num_left=tokens_left(vllm_config, engine),
         )
         self._configs = vllm_config, kv_cache_config
         self._rank = 0

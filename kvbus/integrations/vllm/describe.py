@@ -17,6 +17,11 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, GroupSpec, KvPart, validate_engine
 
 SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+FLOAT8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Caches with one scale a tensor, which is a weight of the model: the cache has no other bytes."""
+DRAFT_MODEL = "draft_model."
+"""Prefix of its layers."""
+HANDED_OFF = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
 def describe_engine(
@@ -31,7 +36,7 @@ def describe_engine(
         _refuse_group(group)
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.transfer_groups
-    named = zip(_group_names(groups), groups, strict=True)
+    named = zip(_group_names(groups, vllm_config), groups, strict=True)
     spec = EngineSpec(
         engine_id=engine_id,
         model=model or model_name(vllm_config.model_config),
@@ -64,13 +69,28 @@ def cache_of(group: Any) -> Any:
     return first
 
 
-def layer_number(name: str) -> int:
+def layer_number(name: str, vllm_config: Any) -> int:
+    """Return a layer's number from the name of its attention.
+
+    Layers of a draft model count behind those of the model, as EAGLE and MTP number theirs.
+    """
     try:
-        return int(extract_layer_index(name))
+        number = int(extract_layer_index(name))
     except (AssertionError, ValueError) as error:
         raise GeometryError(
-            f"vLLM cannot be served by kvbus: layer '{name}' has not one number", field="layers"
+            f"vLLM cannot be served by kvbus: layer '{name}' has no number, or several",
+            field="layers",
         ) from error
+    if name.startswith(DRAFT_MODEL):
+        number += vllm_config.model_config.get_total_num_hidden_layers()
+    return number
+
+
+def tokens_left(vllm_config: Any, engine: EngineSpec) -> int:
+    """Return how many of a prompt's last tokens prefill leaves to decode; see `_describe_group`."""
+    has_windows = any(group.window is not None for group in engine.groups)
+    num_ahead: int = vllm_config.num_prefill_lookahead_tokens
+    return max(int(has_windows), num_ahead - 1)
 
 
 def require(condition: bool, field: str, message: str) -> None:
@@ -84,21 +104,29 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         size = getattr(parallel, name)
         require(size == 1, name, f"{name} is {size}: kvbus serves no context parallelism, set 1")
     require(
-        not is_quantized_kv_cache(cache.cache_dtype),
+        not is_quantized_kv_cache(cache.cache_dtype) or cache.cache_dtype in FLOAT8,
         "kv_cache_dtype",
-        f"the KV cache is quantised ({cache.cache_dtype}): start vLLM with --kv-cache-dtype auto",
+        f"the KV cache is quantised as {cache.cache_dtype}: kvbus hands off fp8 with one scale a "
+        "tensor. Start vLLM with --kv-cache-dtype fp8, fp8_e5m2 or auto",
     )
     speculative = vllm_config.speculative_config
     require(
-        speculative is None or not speculative.uses_draft_kv_cache(),
+        speculative is None or not speculative.uses_extract_hidden_states(),
         "speculative_config",
-        "the draft layers of speculative decoding have KV of their own, which kvbus does not move: "
-        "start vLLM without, or with a method that needs no draft model (ngram)",
+        "vLLM caches hidden states beside the KV (extract_hidden_states): not served",
     )
     require(
         not vllm_config.model_config.is_encoder_decoder,
         "model",
         "encoder-decoder models are not served: their cross attention caches the encoder's states",
+    )
+    require(
+        speculative is None
+        or not speculative.uses_draft_kv_cache()
+        or parallel.pipeline_parallel_size == 1,
+        "pipeline_parallel_size",
+        "draft layers are on the last pipeline stage alone, where other processes of vLLM do not "
+        "see them. Set it to 1, or use a method without a draft model (ngram)",
     )
     num_groups = len(kv_cache_config.transfer_groups)
     require(num_groups > 0, "groups", "the model has no KV cache")
@@ -117,19 +145,14 @@ def _refuse_group(group: Any) -> None:
     plain = not group.host_resident and group.role is KVCacheGroupRole.DEFAULT
     require(plain and group.enable_kv_transfer, "groups", f"{where} is of HiSparse: not served")
     require(
-        not group.is_eagle_group,
-        "groups",
-        f"{where} has draft layers of speculative decoding: start vLLM without",
-    )
-    require(
         type(cache) in SERVED,
         "groups",
         f"{where} is a {kind}: kvbus serves full attention, sliding windows and MLA",
     )
     require(
-        cache.kv_quant_mode is KVQuantMode.NONE,
+        cache.kv_quant_mode in HANDED_OFF,
         "kv_cache_dtype",
-        f"{where} is quantised ({cache.kv_quant_mode.name}): use --kv-cache-dtype auto",
+        f"{where} is quantised as {cache.kv_quant_mode.name}: use --kv-cache-dtype fp8 or auto",
     )
     require(cache.tokens_per_state == 1, "groups", f"{where} compresses tokens: not served")
     require(
@@ -140,17 +163,18 @@ def _refuse_group(group: Any) -> None:
     )
     if isinstance(cache, SlidingWindowSpec):
         require(cache.sliding_window > 1, "sliding_window", f"{where} has a window of one token")
-        require(
-            cache.extra_retained_tokens == 0,
-            "sliding_window",
-            f"{where} keeps tokens for draft modules: start vLLM without speculative decoding",
-        )
 
 
-def _group_names(groups: Any) -> list[str]:
-    """Return names that are equal in two vLLMs, numbered by their first layers."""
+def _group_names(groups: Any, vllm_config: Any) -> list[str]:
+    """Return names that are equal in two vLLMs, such as "full" or "window-4096".
+
+    Several groups of a kind are numbered by their first layers.
+    """
     kinds = [_kind(cache_of(group)) for group in groups]
-    firsts = [(min(map(layer_number, one.layer_names)), at) for at, one in enumerate(groups)]
+    firsts = [
+        (min(layer_number(name, vllm_config) for name in one.layer_names), at)
+        for at, one in enumerate(groups)
+    ]
     names = []
     for kind, first in zip(kinds, firsts, strict=True):
         alike = sorted(one for one, other in zip(firsts, kinds, strict=True) if other == kind)
@@ -168,10 +192,13 @@ def _kind(cache: Any) -> str:
 # needs the last `sliding_window - 1`. vLLM's cache manager keeps just these once N tokens are
 # computed. The block of the token before them may be freed on one side, and never allocated on the
 # other. Token N - 1 would need that token, too, if it were computed again. So prefill hands off all
-# but the last token of a prompt, which decode computes anyway.
+# but the last token of a prompt, which decode computes anyway. Draft modules look further ahead:
+# vLLM keeps `extra_retained_tokens` more for them, and prefill leaves as many more to decode.
 def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
     cache = cache_of(group)
     dtype = str(cache.dtype).removeprefix("torch.")
+    if cache.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:  # torch may call it uint8
+        dtype = FLOAT8[vllm_config.cache_config.cache_dtype]
     require(dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"a KV cache of {dtype} is not served")
     latent = isinstance(cache, MLAAttentionSpec)
     return GroupSpec(
@@ -182,12 +209,18 @@ def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
         head_dim=cache.head_size,
         dtype=dtype,
         parts=(KvPart.LATENT,) if latent else (KvPart.KEY, KvPart.VALUE),
-        window=cache.sliding_window - 1 if isinstance(cache, SlidingWindowSpec) else None,
+        window=_window(cache) if isinstance(cache, SlidingWindowSpec) else None,
     )
 
 
+def _window(cache: SlidingWindowSpec) -> int:
+    window: int = cache.sliding_window - 1 + cache.extra_retained_tokens
+    return window
+
+
 def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    numbers = tuple(sorted(map(layer_number, group.layer_names)))
+    """Return the layers of all pipeline stages; a process knows only its stage's."""
+    numbers = tuple(sorted(layer_number(name, vllm_config) for name in group.layer_names))
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return numbers
     layers = tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))

@@ -88,10 +88,17 @@ class Load:
 # compute the rest.
 class Loads:
     def __init__(
-        self, engine: EngineSpec, link: Link, stats: KvbusStats, options: ConnectorOptions
+        self,
+        engine: EngineSpec,
+        link: Link,
+        stats: KvbusStats,
+        options: ConnectorOptions,
+        *,
+        num_left: int,
     ) -> None:
         self._engine, self._link, self._stats, self._options = engine, link, stats, options
-        self._has_windows = any(group.window is not None for group in engine.groups)
+        self._num_left = num_left
+        """Last tokens of a prompt that a load leaves to compute."""
         self._readers: dict[bytes, str] = {}
         self._reading: set[str] = set()
         """Readers that other requests wait for."""
@@ -135,8 +142,8 @@ class Loads:
         self._expect(request, params)
         load = self._expected.get(request.request_id)
         if load is not None:
-            leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
-            if self._has_windows and leaves_none and load.handoff is not None:
+            leaves_none = load.num_tokens >= request.num_prompt_tokens - self._num_left
+            if self._num_left and leaves_none and load.handoff is not None:
                 load.num_tokens = 0
             load.min_tokens = self._options.kv_recompute_threshold
 
@@ -241,7 +248,7 @@ class Loads:
             self._expected[load.request_id] = load
 
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
-        num_wanted = request.num_prompt_tokens - self._has_windows
+        num_wanted = max(0, request.num_prompt_tokens - self._num_left)
         try:
             handoff = self._handoff_of(request, params)
         except ProtocolError as error:
@@ -253,6 +260,7 @@ class Loads:
             handoff,
             priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
             traceparent=read_trace(params, request.trace_headers),
+            min_tokens=self._options.min_load_tokens,
         )
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
@@ -264,7 +272,7 @@ class Loads:
             return handoff
         meets = Rendezvous.from_json(params[RENDEZVOUS])
         _check_tokens(request)
-        num_tokens = request.num_prompt_tokens - self._has_windows
+        num_tokens = max(0, request.num_prompt_tokens - self._num_left)
         return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
 
     def _read_by(self, load: Load) -> None:

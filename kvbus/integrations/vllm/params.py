@@ -51,6 +51,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoder_kv_blocks_ttl: Seconds = 480.0
     decoder_kv_blocks_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
+    min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:

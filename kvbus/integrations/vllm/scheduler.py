@@ -67,8 +67,9 @@ class SchedulerSide:
         kv_role: str,
         drains: bool,
         takes_images: bool,
+        num_left: int,
     ) -> None:
-        self.takes_images = takes_images
+        self.takes_images, self._num_left = takes_images, num_left
         self._options, self._engine, self._caches = options, engine, caches
         self._kv_role, self._drains = kv_role, drains
         self._has_windows = any(group.window is not None for group in engine.groups)
@@ -92,7 +93,9 @@ class SchedulerSide:
             )
             self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
-        self._loads = Loads(self._engine, loading, self._stats, self._options)
+        self._loads = Loads(
+            self._engine, loading, self._stats, self._options, num_left=self._num_left
+        )
         pool = self._manager.block_pool
         self._offers = RequestOffers(self._engine, offering, pool, self._stats, drains=self._drains)
 
@@ -111,8 +114,8 @@ class SchedulerSide:
         elif params.get(ASKS_TO_FETCH):
             self._loads.expect(request, params)
             self._end_refused(request)
-        if asks_to_offer and self._has_windows and self._is_for_decode(request):
-            _leave_last_token(request)
+        if asks_to_offer and self._num_left and self._is_for_decode(request):
+            _leave_last_tokens(request, self._num_left)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -239,7 +242,7 @@ class SchedulerSide:
 
         With windows, that makes the KV useless to decode.
         """
-        skips = self._has_windows and request.get_skip_reading_prefix_cache()
+        skips = self._num_left > 0 and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
 
     def _poll_links(self) -> None:
@@ -335,13 +338,15 @@ def _end_with_error(request: "Request", reason: str) -> None:
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
-def _leave_last_token(request: "Request") -> None:
-    """Leave the last token to decode, which computes it anyway.
+def _leave_last_tokens(request: "Request", num_left: int) -> None:
+    """Make prefill compute all but the last ``num_left`` tokens of the prompt.
 
-    With a window, decode needs an earlier token. Computing the last one may free its block.
+    Decode computes the last one in any case, for its logits. With a sliding window, it needs an
+    earlier token. If this is the last of its block, vLLM frees the block once prefill computes the
+    last token. MTP modules of prefill would fill their KV of the last tokens from guesses.
     """
-    if request.num_prompt_tokens > 1:
-        del request.prompt_token_ids[-1]
-        del request._all_token_ids[-1]
-        request.num_prompt_tokens -= 1
+    if request.num_prompt_tokens > num_left:
+        del request.prompt_token_ids[-num_left:]
+        del request._all_token_ids[-num_left:]
+        request.num_prompt_tokens -= num_left
         request.max_tokens = 1

@@ -4,7 +4,8 @@ A layer writes marks into scratch blocks of the same strides. Shapes: cache [blo
 [token, head, dim].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def share_rank(
                 num_heads=cache_of(theirs).num_kv_heads,
                 dtype=vllm_config.model_config.dtype,
             )
-            number = layer_number(name)
+            number = layer_number(name, vllm_config)
             views |= {(number, part): view for part, view in probe.views().items()}
     return describe_tensors(views, engine=engine, rank=rank)
 
@@ -84,9 +85,10 @@ class LayerProbe:
 
     @torch.no_grad()
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each part as [block, token, head, dim]."""
-        layouts = {part: self._measure(part) for part in self._group.parts}
-        self._check(layouts)
+        """Return each part of the cache as [block, token, head, dim]."""
+        with _unscaled(self._layer):
+            layouts = {part: self._measure(part) for part in self._group.parts}
+            self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
 
     def _measure(self, part: str) -> Layout:
@@ -107,12 +109,12 @@ class LayerProbe:
         self._write({part: whole[slots] for part, whole in rows.items()}, slots)
         views = {part: self._view(self._scratch, part, one) for part, one in layouts.items()}
         for part, view in views.items():
-            wanted = rows[part].to(view.dtype).view(view.shape)
-            if not torch.equal(view.cpu(), wanted):
+            wanted = rows[part].to(getattr(torch, self._group.dtype)).view(view.shape)
+            if not torch.equal(view.cpu().view(wanted.dtype).float(), wanted.float()):
                 raise self._refusal(f"no strides describe where '{part}' is")
         for view in views.values():
             view.zero_()
-        if bool(self._scratch.any()):
+        if bool(_bits(self._scratch).any()):
             raise self._refusal("it holds more than the KV itself, such as scales")
 
     def _locate(self, part: str, at: Sequence[int]) -> int:
@@ -123,7 +125,7 @@ class LayerProbe:
         rows[part][0, head, dim] = 1
         self._scratch.zero_()
         self._write(rows, torch.tensor([block * self._group.block_size + token]))
-        found = self._scratch.nonzero()
+        found = _bits(self._scratch).nonzero()
         if len(found) != 1:
             raise self._refusal(f"one number of '{part}' is written to {len(found)} places")
         steps = zip(found[0].tolist(), self._scratch.stride(), strict=True)
@@ -174,8 +176,10 @@ class LayerProbe:
 
     def _random_rows(self, seed: int) -> torch.Tensor:
         """Return small non-zero integers, exact in every KV dtype."""
-        shape = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:])
-        return torch.randint(1, 128, shape, generator=_generator(seed)).to(self._dtype)
+        shape, stop = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:]), 128
+        if self._cache.element_size() == 1:
+            stop = 9  # the largest that float8_e5m2 has, with all below it
+        return torch.randint(1, stop, shape, generator=_generator(seed)).to(self._dtype)
 
     def _refusal(self, what: str) -> GeometryError:
         return GeometryError(
@@ -189,3 +193,22 @@ class LayerProbe:
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one-byte floats as integers, as torch compares no float8 with zero."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+@contextmanager
+def _unscaled(layer: Any) -> Iterator[None]:
+    """Set the scales of a quantised cache to 1 meanwhile."""
+    names = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
+    scales = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
+    for name, scale in scales.items():
+        setattr(layer, name, torch.ones_like(scale) if torch.is_tensor(scale) else 1.0)
+    try:
+        yield
+    finally:
+        for name, scale in scales.items():
+            setattr(layer, name, scale)

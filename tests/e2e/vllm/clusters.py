@@ -22,7 +22,7 @@ from typing import Any
 
 from kvbus.protocol import Role
 from tests.e2e.vllm.calls import Call
-from tests.e2e.vllm.models import VOCABULARY
+from tests.e2e.vllm.models import EAGLE, VOCABULARY
 from tests.e2e.vllm.routers import router_before
 from tests.e2e.vllm.servers import VllmServer
 from tests.support.agents import AgentProcess, Agents, agents_ended, wait_until
@@ -57,6 +57,8 @@ class Side:
     tp: int = 1
     block_size: int | None = None
     flags: Sequence[str] = ()
+    drafts: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's speculative configuration; ``model`` is a folder of the models."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +84,8 @@ _CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 _ANY_DTYPE = ("--attention-backend", "CPU_MLA")
 _WORDS = ("--no-skip-tokenizer-init",)
 _IN_WORDS = (*_CHUNKED, *_WORDS)
+_FP8 = ("--kv-cache-dtype", "fp8")
+_EAGLE = {"method": "eagle", "model": EAGLE, "num_speculative_tokens": 2}
 _EXPIRES = {"offer_ttl_s": 10.0}
 """For tickets that never reach the decode side's engine, as a client hung up too soon."""
 _TIMES_OUT = {"fetch_timeout_s": 10.0}
@@ -113,6 +117,14 @@ CLUSTERS: Mapping[str, Shape] = {
         Side("0", block_size=SMALLER, settings=_EXPIRES),
         Side("0|1", tp=2, block_size=LARGER, settings=_TIMES_OUT),
         multi=True,
+    ),
+    "fp8": Shape(
+        Side("0", block_size=SMALLER, flags=_FP8, settings=_EXPIRES),
+        Side("1", block_size=LARGER, flags=_FP8, settings=_TIMES_OUT),
+    ),
+    "drafts": Shape(
+        Side("0", "drafted", block_size=SMALLER, drafts=_EAGLE, settings=_EXPIRES),
+        Side("1", "drafted", block_size=LARGER, drafts=_EAGLE, settings=_TIMES_OUT),
     ),
     # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
     "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),
@@ -365,5 +377,8 @@ def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Pa
         }
     size = [] if side.block_size is None else ["--block-size", str(side.block_size)]
     flags = ["--tensor-parallel-size", str(side.tp), *size, *side.flags]
+    if side.drafts:
+        drafts = {**side.drafts, "model": str(models / side.drafts["model"])}
+        flags += ["--speculative-config", json.dumps(drafts)]
     flags += ["--kv-transfer-config", json.dumps(config)]
     return VllmServer(models / side.model, beside[0].folder / "vllm", side.cores, flags)

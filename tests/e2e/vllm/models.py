@@ -71,6 +71,11 @@ def mla() -> Any:
     )
 
 
+def drafted() -> Any:
+    """`gqa` with one layer that computes, so that a head of one layer guesses its tokens."""
+    return gqa()
+
+
 def mellum() -> Any:
     """Layers of both kinds, for SGLang: a Gemma's windows have no pool of their own there."""
     from transformers import MellumConfig
@@ -86,9 +91,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gqa": gqa,
     "hybrid": hybrid,
     "mla": mla,
+    "drafted": drafted,
     "mellum": mellum,
 }
-FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla"), ("gqa", "mellum")
+FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla", "drafted"), ("gqa", "mellum")
+EAGLE = "eagle"
+"""Folder of the head of `drafted`."""
 
 
 def tokenizer() -> Any:
@@ -121,8 +129,38 @@ def write(name: str, folder: Path) -> None:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    if name == "drafted":
+        write_head(model, folder / EAGLE)
     model.save_pretrained(folder / name)
     tokenizer().save_pretrained(folder / name)
+
+
+def write_head(model: Any, folder: Path) -> None:
+    """Write an EAGLE head that guesses what ``model`` says; changes ``model`` to allow that.
+
+    The model computes in its first layer alone, from embeddings that its norm leaves as they are.
+    The head has that layer, and takes the embedding of the next token in place of hidden states.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    inner, size = model.model, model.config.hidden_size
+    with torch.no_grad():
+        embeddings = inner.embed_tokens.weight
+        embeddings /= embeddings.pow(2).mean(dim=1, keepdim=True).sqrt()
+        for layer in inner.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    weights = {
+        f"layers.0.{name}": weight.contiguous()
+        for name, weight in inner.layers[0].state_dict().items()
+        if name != "input_layernorm.weight"
+    }
+    weights["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
+    config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What vLLM's configuration says of an engine, in each of its processes and on both sides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.describe import describe_engine
+from kvbus.integrations.vllm.describe import describe_engine, tokens_left
 from kvbus.planning import check_compatible
 from tests.e2e.vllm.configured import Configured, configure, full, layers, window
 
@@ -60,14 +60,68 @@ def test_engines_of_other_ranks_and_block_size_are_compatible(tmp_path: Path) ->
     assert (one.groups[0].block_size, two.groups[0].block_size) == (32, 64)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 47, 48, 49, 200])
-def test_window_is_kept_as_by_cache_manager_for_next_token(tmp_path: Path, num_tokens: int) -> None:
-    (group,) = described(configure(tmp_path, layers(window(48), window(48)))).groups
-    manager = SimpleNamespace(sliding_window=48, extra_retained_tokens=0)
+@pytest.mark.parametrize("num_tokens", [1, 47, 48, 49, 50, 51, 200])
+@pytest.mark.parametrize("more", [0, 2])
+def test_window_is_kept_as_by_cache_manager_for_next_token(
+    tmp_path: Path, num_tokens: int, more: int
+) -> None:
+    case = configure(tmp_path, layers(window(48), window(48)))
+    (theirs,) = case.scheduler.kv_cache_groups  # vLLM adds what its drafts look ahead
+    theirs.kv_cache_spec = replace(theirs.kv_cache_spec, extra_retained_tokens=more)
+    (group,) = described(case).groups
+    manager = SimpleNamespace(sliding_window=48, extra_retained_tokens=more)
 
     kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
 
     assert group.positions(0, num_tokens) == (kept, num_tokens)
+
+
+def of_float8(folder: Path, cache_dtype: str) -> EngineSpec:
+    case = configure(folder, layers(*2 * (full(**FLOAT8),)))
+    case.vllm_config.cache_config.cache_dtype = cache_dtype
+    return described(case)
+
+
+def test_kinds_of_float8_are_told_apart(tmp_path: Path) -> None:
+    e4m3, e5m2 = of_float8(tmp_path, "fp8_e4m3"), of_float8(tmp_path, "fp8_e5m2")
+
+    assert of_float8(tmp_path, "fp8") == e4m3
+    assert [one.groups[0].dtype for one in (e4m3, e5m2)] == ["float8_e4m3fn", "float8_e5m2"]
+    with pytest.raises(GeometryError, match=r"full\.dtype: prefill has float8_e4m3fn"):
+        check_compatible(e4m3, e5m2)
+
+
+def test_layers_of_a_draft_model_count_behind_those_of_the_model(tmp_path: Path) -> None:
+    drafts = {f"draft_model.{name}": spec for name, spec in layers(full()).items()}
+    case = configure(tmp_path, {**layers(*4 * (full(),)), **drafts})
+
+    (group,) = described(case).groups
+
+    assert group.layers == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "specs", "num_left"),
+    [("eagle", full(), 0), ("eagle", window(48), 1), ("mtp", full(), 2), ("mtp", window(48), 2)],
+)
+def test_prefill_leaves_what_drafts_look_ahead_to_decode(
+    tmp_path: Path, method: str, specs: Any, num_left: int
+) -> None:
+    case = configure(tmp_path, layers(specs, specs))
+    case.vllm_config.speculative_config = drafting(method)
+
+    assert tokens_left(case.vllm_config, described(case)) == num_left
+
+
+def drafting(method: str) -> Any:
+    """A speculative configuration with three tokens; vLLM's own needs a model of each kind."""
+    return SimpleNamespace(
+        num_speculative_tokens=3,
+        use_eagle=lambda: method in ("eagle", "mtp"),
+        use_multi_module_mtp=lambda: method == "mtp",
+        uses_draft_kv_cache=lambda: True,
+        uses_extract_hidden_states=lambda: method == "extract_hidden_states",
+    )
 
 
 def test_model_is_path_revision_and_quantisation_or_option(
@@ -94,8 +148,8 @@ class Refused:
 
 
 STATE = MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
-DRAFTS = SimpleNamespace(uses_draft_kv_cache=lambda: True)
-QUANTISED = full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+FLOAT8 = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+QUANTISED = full(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
 IN_STAGES = {"pipeline_parallel_size": 2}
 DECODE_CONTEXTS, PREFILL_CONTEXTS = "decode_context_parallel_size", "prefill_context_parallel_size"
 REFUSED = {
@@ -106,7 +160,9 @@ REFUSED = {
     "window of one": Refused("sliding_window", specs=(window(1), window(1))),
     "odd dtype": Refused("kv_cache_dtype", specs=2 * (full(dtype=torch.float64),)),
     "quantised by setting": Refused(
-        "kv_cache_dtype", "--kv-cache-dtype auto", config={"cache_config.cache_dtype": "fp8"}
+        "kv_cache_dtype",
+        "--kv-cache-dtype fp8",
+        config={"cache_config.cache_dtype": "fp8_per_token_head"},
     ),
     "fewer heads than the model": Refused(
         "num_kv_heads",
@@ -127,8 +183,17 @@ REFUSED = {
     "prefill contexts": Refused(
         PREFILL_CONTEXTS, config={f"parallel_config.{PREFILL_CONTEXTS}": 2}
     ),
-    "drafts": Refused("speculative_config", "speculative", config={"speculative_config": DRAFTS}),
-    "layers of drafts": Refused("groups", "draft", group={"is_eagle_group": True}),
+    "hidden states": Refused(
+        "speculative_config",
+        "hidden states",
+        config={"speculative_config": drafting("extract_hidden_states")},
+    ),
+    "drafts in stages": Refused(
+        "pipeline_parallel_size",
+        "draft layers",
+        options=IN_STAGES,
+        config={"speculative_config": drafting("eagle")},
+    ),
     "memory of the host": Refused("groups", "HiSparse", group={"host_resident": True}),
 }
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla")
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -258,6 +258,29 @@ def plain(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, s
     for slot, k, v in zip(slots.tolist(), key, value, strict=True):
         flat[slot // 32, :, slot % 32, 0] = k
         flat[slot // 32, :, slot % 32, 1] = v
+
+
+def quantised(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
+    """As vLLM's kernels: divided by the scales of the layer, and rounded."""
+    e5m2 = torch.float8_e5m2
+    key, value = (key / layer._k_scale_float).to(e5m2), (value / layer._v_scale_float).to(e5m2)
+    plain(layer, key.view(torch.uint8), value.view(torch.uint8), cache, slots)
+
+
+def test_float8_is_measured_without_its_scales_which_stay(tmp_path: Path) -> None:
+    spec = full(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    case = configure(tmp_path, layers(spec))
+    case.vllm_config.cache_config.cache_dtype = "fp8_e5m2"
+    worker = Worker(case)
+    (layer,) = worker.layers.values()
+    layer.impl, layer._k_scale_float, layer._v_scale_float = writing(quantised), 300.0, 0.01
+
+    found = places(worker)
+
+    strides = {B: 4 * 32 * 64, T: 64, H: 32 * 64, D: 1}
+    assert found == {"k": (0, strides), "v": (32, strides)}
+    assert worker.engine.groups[0].dtype == "float8_e5m2"
+    assert (layer._k_scale_float, layer._v_scale_float) == (300.0, 0.01)
 
 
 def swizzled(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:

@@ -213,6 +213,25 @@ def test_ticket_not_fitting_its_prompt_makes_no_wrong_token(engines: Pair, kind:
     assert answer.num_computed == (len(prompt) if num_computed is None else num_computed)
 
 
+@pytest.mark.parametrize(("fewest", "num_computed"), [(LENGTH, 1), (LENGTH + 1, LENGTH)])
+def test_load_of_fewer_tokens_is_computed_and_its_offer_released(
+    agents: Agents, engine_of: EngineOf, fewest: int, num_computed: int
+) -> None:
+    options = {"min_load_tokens": fewest}
+    with (
+        engine_of((agents.all[0], None), SMALLER) as prefill,
+        engine_of((None, agents.all[1]), LARGER, **options) as decode,
+    ):
+        engines = Pair(agents, prefill, decode)
+
+        answer = decode.answer(PROMPT, 3, engines.params())
+
+        assert (answer.num_computed, answer.tokens) == (num_computed, what_follows(PROMPT, 3))
+        engines.wait_no_offer()
+        for engine in (prefill, decode):
+            engine.until_all_free()
+
+
 def test_only_uncached_blocks_are_loaded_and_offer_is_released(
     engines: Pair,
 ) -> None:
