@@ -1,6 +1,7 @@
 """Statistics of loads and offers, for vLLM's log and for Prometheus."""
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any, NamedTuple
@@ -63,6 +64,14 @@ METRICS = (
     Metric(OFFERED_TOKENS, "Tokens whose KV was offered."),
     Metric(OFFERS_FAILED, "Requests without an offer."),
 )
+
+NIXL_METRICS = {
+    LOAD_STAGE_SECONDS: ("nixl_xfer_time_seconds", ("reading", Outcome.COMPLETED.value)),
+    LOAD_BYTES: ("nixl_bytes_transferred", ()),
+    LOADS_FAILED: ("nixl_num_failed_transfers", ()),
+    OFFERS: ("nixl_num_kv_expired_reqs", (Outcome.EXPIRED.value,)),
+}
+"""Names that dashboards know from vLLM's NixlConnector, and the labels of what they count."""
 
 
 @dataclass
@@ -138,24 +147,43 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         for key, text, labels, known, buckets in METRICS:
             kind: Any = self._histogram_cls if buckets else self._counter_cls
-            options = {"buckets": buckets} if buckets else {}
+            options: dict[str, Any] = {"buckets": buckets} if buckets else {}
             named = [*self._labelnames, *labels]
             made = kind(name=f"vllm:kvbus_{key}", documentation=text, labelnames=named, **options)
             self._metrics[key] = made
             for first in [[label] for label in known] if labels else [[]]:
                 for engine_idx in per_engine_labelvalues:
                     self._series(key, engine_idx, first)
+            if key in NIXL_METRICS:
+                name, _ = NIXL_METRICS[key]
+                options |= {"name": f"vllm:{name}", "documentation": f"As vllm:kvbus_{key}."}
+                with suppress(ValueError):  # a NixlConnector of this vLLM has the name
+                    self._metrics[name] = kind(labelnames=self._labelnames, **options)
+                    for engine_idx in per_engine_labelvalues:
+                        self._series(name, engine_idx, [])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for metric in METRICS:
             for reading in transfer_stats_data[metric.key]:
-                if metric.buckets:
-                    *labels, value = reading if metric.labels else (reading,)
-                    self._series(metric.key, engine_idx, labels).observe(value)
-                elif metric.labels:
-                    self._series(metric.key, engine_idx, [reading]).inc()
-                else:
-                    self._series(metric.key, engine_idx, []).inc(reading)
+                labels, value = _parts(metric, reading)
+                self._count(metric.key, engine_idx, labels, value)
+                name, counted = NIXL_METRICS.get(metric.key, ("", ()))
+                if name in self._metrics and counted in ((), tuple(labels)):
+                    self._count(name, engine_idx, [], value)
+
+    def _count(self, key: str, engine_idx: int, labels: list[str], value: float) -> None:
+        series = self._series(key, engine_idx, labels)
+        if isinstance(self._metrics[key], self._histogram_cls):
+            series.observe(value)
+        else:
+            series.inc(value)
 
     def _series(self, key: str, engine_idx: int, labels: list[str]) -> Any:
         return self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+
+
+def _parts(metric: Metric, reading: Any) -> tuple[list[str], float]:
+    if metric.buckets:
+        *labels, value = reading if metric.labels else (reading,)
+        return labels, value
+    return ([reading], 1) if metric.labels else ([], reading)

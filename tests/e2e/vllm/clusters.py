@@ -55,6 +55,7 @@ class Side:
     cores: str
     model: str = "gqa"
     tp: int = 1
+    dp: int = 1
     block_size: int | None = None
     flags: Sequence[str] = ()
     drafts: Mapping[str, Any] = field(default_factory=dict)
@@ -125,6 +126,11 @@ CLUSTERS: Mapping[str, Shape] = {
     "drafts": Shape(
         Side("0", "drafted", block_size=SMALLER, drafts=_EAGLE, settings=_EXPIRES),
         Side("1", "drafted", block_size=LARGER, drafts=_EAGLE, settings=_TIMES_OUT),
+    ),
+    # Two engines of one server, each with a registration at the one agent.
+    "ranks": Shape(
+        Side("0", block_size=SMALLER, settings=_EXPIRES),
+        Side("0|1", block_size=LARGER, dp=2, settings=_TIMES_OUT),
     ),
     # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
     "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),
@@ -313,12 +319,14 @@ def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Clu
         for server in (prefill, decode):
             server.wait_started()
         for agent in agents.all if has_agents else ():
-            wait_until(partial(_knows_its_engine, agent), f"the {agent.role} agent is ready")
+            num_engines = shape.prefill.dp if agent in agents.all[::2] else shape.decode.dp
+            ready = partial(_knows_its_engines, agent, num_engines)
+            wait_until(ready, f"the {agent.role} agent is ready")
         yield made
 
 
-def _knows_its_engine(agent: AgentProcess) -> bool:
-    return list(agent.status()["engines"].values()) == [True]
+def _knows_its_engines(agent: AgentProcess, num_engines: int) -> bool:
+    return list(agent.status()["engines"].values()) == num_engines * [True]
 
 
 AS_SHIPPED: dict[str, Any] = {"engine_wait_s": 10.0}
@@ -377,6 +385,7 @@ def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Pa
         }
     size = [] if side.block_size is None else ["--block-size", str(side.block_size)]
     flags = ["--tensor-parallel-size", str(side.tp), *size, *side.flags]
+    flags += ["--data-parallel-size", str(side.dp)] if side.dp > 1 else []
     if side.drafts:
         drafts = {**side.drafts, "model": str(models / side.drafts["model"])}
         flags += ["--speculative-config", json.dumps(drafts)]

@@ -148,7 +148,8 @@ class VllmServer:
 
         The page is as of the last step, and an idle server makes none: a small request makes one.
         """
-        self.complete([1], 1)
+        for _ in self._samples("cache_config_info"):  # one for each data-parallel rank
+            self.complete([1], 1)
         num_blocks = int(self._cache_config("num_gpu_blocks")) - 1  # one is the null block
         return round(self.metric("kv_cache_usage_perc") * num_blocks)
 
@@ -185,9 +186,8 @@ class VllmServer:
             connection.close()
 
     def _cache_config(self, name: str) -> str:
-        (config,) = self._samples("cache_config_info")
-        value: str = config.labels[name]
-        return value
+        (value,) = {config.labels[name] for config in self._samples("cache_config_info")}
+        return str(value)
 
     def _samples(self, name: str) -> list[Any]:
         page = f"http://127.0.0.1:{self.port}/metrics"

@@ -89,6 +89,12 @@ def test_every_figure_is_on_page_under_its_engine() -> None:
     figures.data["loads"] += 2 * ["failed"]
     figures.data["loads_failed"] += ["reading", "requested"]
     figures.data["load_stage_seconds"] += [("reading", "failed", 0.5)]
+    figures.data["load_stage_seconds"] += [
+        ("reading", "completed", 0.25),
+        ("queued", "completed", 9),
+    ]
+    figures.data["load_bytes"] += [4096]
+    figures.data["offers"] += ["expired", "completed"]
     types: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     engines: dict[int, list[object]] = {0: ["0"], 1: ["1"]}
@@ -106,6 +112,12 @@ def test_every_figure_is_on_page_under_its_engine() -> None:
         'vllm:kvbus_load_stage_seconds_sum{engine="1",outcome="failed",stage="reading"} 0.5',
         'vllm:kvbus_offers_total{engine="0",outcome="expired"} 0.0',
         'vllm:kvbus_offered_tokens_total{engine="0"} 0.0',
+        'vllm:nixl_xfer_time_seconds_count{engine="1"} 1.0',
+        'vllm:nixl_xfer_time_seconds_sum{engine="1"} 0.25',
+        'vllm:nixl_bytes_transferred_sum{engine="1"} 4096.0',
+        'vllm:nixl_num_failed_transfers_total{engine="1"} 2.0',
+        'vllm:nixl_num_kv_expired_reqs_total{engine="1"} 1.0',
+        'vllm:nixl_num_kv_expired_reqs_total{engine="0"} 0.0',
     ):
         assert line in page.splitlines()
     assert figures.reduce()["KV loads failed, reading"] == 1
