@@ -55,8 +55,8 @@ def beside(
 ) -> tuple[Prefilled, Streamed]:
     """Both at once, at the agent that ``ticket`` names."""
     name = uuid.uuid4().hex
-    meets = {"transfer_id": name, "endpoint": ticket["endpoint"]}
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
+    rendezvous = {"transfer_id": name, "endpoint": ticket["endpoint"]}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": rendezvous}
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(decode.stream, prompt, NUM_TOKENS, params=params, with_tokens=True)
         prefilled = prefill.prefill(prompt, offer=True, transfer_id=name)

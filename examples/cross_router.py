@@ -60,8 +60,12 @@ class Router:
         host, port, room = urlsplit(self.prefill.url).hostname, self.bootstrap_port, new_room()
         agent = await self._json("GET", f"http://{host}:{port}/kvbus")
         boot = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
-        meets = {"transfer_id": f"sglang-room-{room:016x}", "request_id": f"room-{room}", **agent}
-        params = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
+        rendezvous = {
+            "transfer_id": f"sglang-room-{room:016x}",
+            "request_id": f"room-{room}",
+            **agent,
+        }
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": rendezvous}
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._sglang, self.prefill, body, boot)
             choice, _ = await self._vllm(self.decode, body, body["max_tokens"], params)

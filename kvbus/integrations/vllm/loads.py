@@ -270,10 +270,10 @@ class Loads:
             if not request.abort_immediately:
                 _check_prompt(request, handoff)
             return handoff
-        meets = Rendezvous.from_json(params[RENDEZVOUS])
+        rendezvous = Rendezvous.from_json(params[RENDEZVOUS])
         _check_tokens(request)
         num_tokens = max(0, request.num_prompt_tokens - self._num_left)
-        return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
+        return HandoffParams(rendezvous.to_json(), num_tokens, digest_of(request, num_tokens))
 
     def _read_by(self, load: Load) -> None:
         self._readers[load.ticket_key] = load.request_id

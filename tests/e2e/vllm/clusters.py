@@ -196,8 +196,8 @@ class Cluster:
     def awaiting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ``kv_transfer_params`` for decode and for prefill of a request that both get."""
         name = uuid.uuid4().hex
-        meets = {"transfer_id": name, "endpoint": self.prefill_agent.peer, "request_id": "met"}
-        to_decode = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
+        rendezvous = {"transfer_id": name, "endpoint": self.prefill_agent.peer, "request_id": "met"}
+        to_decode = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": rendezvous}
         return to_decode, {**FOR_DECODE, "transfer_id": name}
 
     def meet(self, prompt: Sequence[int], **fields: Any) -> tuple[Call, Call]:

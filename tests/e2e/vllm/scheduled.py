@@ -421,8 +421,11 @@ class Pair:
     def awaiting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The params for decode and for prefill of a request that both get at once."""
         name = uuid.uuid4().hex
-        meets = {"transfer_id": name, "endpoint": self.agents.all[0].peer}
-        return {"do_remote_prefill": True, "rendezvous": meets}, {**TO_DECODE, "transfer_id": name}
+        rendezvous = {"transfer_id": name, "endpoint": self.agents.all[0].peer}
+        return {"do_remote_prefill": True, "rendezvous": rendezvous}, {
+            **TO_DECODE,
+            "transfer_id": name,
+        }
 
     def until_ended(self, *answers: Answer) -> None:
         """Step both until these have ended."""
