@@ -68,7 +68,7 @@ async def handed_over_s(prefill: Engine, decode: Engine, tables: PairedBlocks) -
         uuid.uuid4().hex, num_tokens=num_tokens, block_ids={GROUP: tables.prefill}
     )
     fetch = decode.fetch(offered.ticket, num_tokens=num_tokens, block_ids={GROUP: tables.decode})
-    taken = await fetch.taken()
+    taken = await fetch.timed()
     await prefill.settle()
     return taken.at_s - began
 

@@ -42,7 +42,7 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
                 await engines.enter_async_context(source)
                 request = f"request-{number}", block.num_tokens, block.prefill.tolist()
                 (ticket,) = await source.offer_all([request])
-                await reader.take(ticket, block)
+                await reader.fetch_timed(ticket, block)
             await anyio.sleep(CALM_S)
             everybody = {"decode agent": decode, "a prefill agent": prefill[0]}
             before = {name: one.child.cpu_s() for name, one in everybody.items()}

@@ -23,7 +23,7 @@ from kvbus.engine import AgentRole
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import BlockTable, KvPart, lay_out_rank, num_blocks_for
 from kvbus.lab.lab_engine import Engine
-from kvbus.lab.process import Taken, run_program, serve
+from kvbus.lab.process import TimedFetch, run_program, serve
 from kvbus.memory.segment import huge_bytes
 from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan
 from kvbus.spec_text import ModelWords, read_words
@@ -155,14 +155,14 @@ class BenchEngine(Engine):
             self._fill()
         return self
 
-    async def take(self, ticket: Ticket, tables: PairedBlocks) -> Taken:
+    async def fetch_timed(self, ticket: Ticket, tables: PairedBlocks) -> TimedFetch:
         block_ids = {GROUP: tables.decode}
-        taking = self.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
+        running = self.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
         try:
-            return await taking.taken()
+            return await running.timed()
         except FetchFailed:
             with suppress(KVBusError):  # then the offer expires
-                await taking.fetch.cancel(release_offer=True)
+                await running.fetch.cancel(release_offer=True)
             raise
 
     async def offer_all(self, requests: Sequence[Request]) -> list[Ticket]:

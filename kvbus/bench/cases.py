@@ -192,20 +192,20 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
-    taken_at: list[tuple[float, float]] = []
+    timed_at: list[tuple[float, float]] = []
     pair = await bench.pair(SMALL, 8 * CONCURRENCY)
     await pair.verify(contiguous(1))
     async with anyio.create_task_group() as tasks:
         ends, offers = anyio.Event(), OfferQueue(2 * OFFERS_AT_ONCE)
         tasks.start_soon(_offer_blocks, pair, offers, ends)
         for _ in range(CONCURRENCY):
-            tasks.start_soon(_fetch_blocks, pair, offers, taken_at)
+            tasks.start_soon(_fetch_blocks, pair, offers, timed_at)
         await anyio.sleep(scale.seconds(WARM_UP_S))
         before, began_s, seconds = bench.cpu_s(), time.monotonic(), list[float]()
         while not seconds:
             await anyio.sleep(scale.seconds(RATE_S))
             after, ended_s = bench.cpu_s(), time.monotonic()
-            seconds = [one_s for at_s, one_s in taken_at if at_s >= began_s]
+            seconds = [one_s for at_s, one_s in timed_at if at_s >= began_s]
         ends.set()
     await pair.source.ended()
     each_s = {name: (after[name] - before[name]) / len(seconds) for name in after}
@@ -235,11 +235,11 @@ async def _offer_blocks(pair: Pair, offers: OfferQueue, ends: anyio.Event) -> No
 
 
 async def _fetch_blocks(
-    pair: Pair, offers: OfferQueue, taken_at: list[tuple[float, float]]
+    pair: Pair, offers: OfferQueue, timed_at: list[tuple[float, float]]
 ) -> None:
     while (offered := await offers.get()) is not None:
-        taken = await pair.reader.take(*offered)
-        taken_at.append((taken.at_s, taken.seconds))
+        timed = await pair.reader.fetch_timed(*offered)
+        timed_at.append((timed.at_s, timed.seconds))
 
 
 async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:

@@ -10,7 +10,7 @@ from kvbus.histograms import p99, quantile
 from kvbus.output import write_text
 
 if TYPE_CHECKING:
-    from kvbus.lab.process import Taken
+    from kvbus.lab.process import TimedFetch
 
 
 EVERY_TIME = (
@@ -80,7 +80,7 @@ def speed(name: str, num_bytes: int, seconds: float) -> Figure:
 STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
 
 
-def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
+def stages(fetches: "Sequence[TimedFetch]", prefix: str = "  ") -> list[Figure]:
     by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
     by_stage = [*zip(*by_fetch, strict=True), outside]

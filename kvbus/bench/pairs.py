@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbus.bench.bench_engine import BenchEngine, PairedBlocks, Shape, Ticket
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
-from kvbus.lab.process import EngineChild, Settings, Taken, engine_process, start_agent
+from kvbus.lab.process import EngineChild, Settings, TimedFetch, engine_process, start_agent
 from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port
 
@@ -103,13 +103,13 @@ class BenchSource:
 class Pair:
     source: BenchSource
     reader: BenchEngine
-    fetches: list[Taken] = field(default_factory=list)
+    fetches: list[TimedFetch] = field(default_factory=list)
     released_s: list[float] = field(default_factory=list)
 
-    async def hand_off(self, tables: PairedBlocks) -> Taken:
+    async def hand_off(self, tables: PairedBlocks) -> TimedFetch:
         """Only the fetch is timed. Raises `FetchFailed`."""
         (ticket,) = await self.source.offer(tables)
-        return await self.reader.take(ticket, tables)
+        return await self.reader.fetch_timed(ticket, tables)
 
     async def timed(self, tables: PairedBlocks) -> float:
         self.fetches.append(await self.hand_off(tables))

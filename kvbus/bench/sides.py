@@ -30,7 +30,7 @@ from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, percentile
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
 from kvbus.histograms import quantile
-from kvbus.lab.process import Taken
+from kvbus.lab.process import TimedFetch
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
@@ -128,7 +128,7 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
                 f"stdin: there is no case '{name}': have one version of kvbus on both machines"
             )
         sheet.begin(name)
-        case, taken = CASES[name], list[Taken]()
+        case, timed = CASES[name], list[TimedFetch]()
         tables = case.tables(num_mib)
         _, num_blocks = tables.capacities
         async with _engine(attach_path, case.target, num_blocks, AgentRole.DECODE) as engine:
@@ -141,26 +141,26 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
                     handoff = await anext(lines)
                     if (handoff.case, handoff.mib) != (name, num_mib):
                         break
-                    taken.append(await _fetch(engine, tables, handoff))
+                    timed.append(await _fetch(engine, tables, handoff))
                 else:
-                    return num_read + 1 + len(taken)
+                    return num_read + 1 + len(timed)
             finally:
-                sheet.show([milliseconds("first handoff", first.seconds), *_figures(taken)])
-        num_read += 1 + len(taken)
+                sheet.show([milliseconds("first handoff", first.seconds), *_figures(timed)])
+        num_read += 1 + len(timed)
 
 
-async def _fetch(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHandoff) -> Taken:
+async def _fetch(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHandoff) -> TimedFetch:
     try:
-        return await engine.take(handoff.ticket, tables)
+        return await engine.fetch_timed(handoff.ticket, tables)
     except FetchFailed as error:
         raise KVBusError(
             f"a handoff of '{handoff.case}' failed with {error.code}: {error.message}"
         ) from error
 
 
-def _figures(taken: Sequence[Taken]) -> Iterator[Figure]:
-    for path in sorted({one.fetched.path for one in taken}):
-        some = [one for one in taken if one.fetched.path == path]
+def _figures(timed: Sequence[TimedFetch]) -> Iterator[Figure]:
+    for path in sorted({one.fetched.path for one in timed}):
+        some = [one for one in timed if one.fetched.path == path]
         seconds = [one.seconds for one in some]
         p50_s = quantile(seconds, 0.5)
         yield speed(path, some[0].fetched.num_bytes, p50_s)

@@ -17,8 +17,8 @@ from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
 from kvbus.demo.options import EngineSetup, Step, encode
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
-from kvbus.lab.lab_engine import Engine, Offered, Tables, Taking
-from kvbus.lab.process import Taken, run_program, serve
+from kvbus.lab.lab_engine import Engine, Offered, RunningFetch, Tables
+from kvbus.lab.process import TimedFetch, run_program, serve
 
 PATIENCE_S = 600.0  # the driver times out earlier
 
@@ -85,7 +85,7 @@ class DemoEngine:
 
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
-    ) -> Taken:
+    ) -> TimedFetch:
         """Positions before a sliding window get no blocks."""
         size, wanted = self._block_size, {}
         for group in self._setup.spec.groups:
@@ -99,18 +99,18 @@ class DemoEngine:
                 group: table.array()[: num_blocks - table.first_block]
                 for group, table in tables.items()
             }
-            taking = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
+            running = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
         except KVBusError:  # the prompt is longer than this engine has room for
             self._engine.blocks.give(tables)
             self._engine.link.release(ticket)
             raise
         try:
-            taken = await taking.taken()
+            timed = await running.timed()
         except FetchFailed:
-            self._tasks.start_soon(self._give_up, taking, tables)
+            self._tasks.start_soon(self._give_up, running, tables)
             raise
         self._fetched[request_id] = Generation(self._model, self._kv, tables), num_tokens
-        return taken
+        return timed
 
     async def generate(self, request_id: str, token: int, num_new: int) -> list[Step]:
         generation, num_tokens = self._fetched.pop(request_id)
@@ -125,10 +125,10 @@ class DemoEngine:
         self._engine.blocks.give(generation.tables)
         return steps
 
-    async def _give_up(self, taking: Taking, tables: Tables) -> None:
+    async def _give_up(self, running: RunningFetch, tables: Tables) -> None:
         with contextlib.suppress(KVBusError):  # then the offer expires
-            await taking.fetch.cancel(release_offer=True)
-        await taking.fetch.freed
+            await running.fetch.cancel(release_offer=True)
+        await running.fetch.freed
         self._engine.blocks.give(tables)
 
     async def _passes(self, prompt: list[int], tables: Tables) -> AsyncIterator[Pass]:
@@ -145,7 +145,7 @@ class DemoEngine:
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 
     async def _take(self, wanted: Mapping[str, range]) -> Tables:
-        return await self._engine.blocks.take(wanted, wait_s=PATIENCE_S)
+        return await self._engine.blocks.acquire_tables(wanted, wait_s=PATIENCE_S)
 
 
 async def _extend(offered: Offered, passes: AsyncIterator[Pass]) -> Step:

@@ -11,7 +11,7 @@ import typer
 
 from kvbus.demo.options import DemoOptions, Step
 from kvbus.histograms import p99, quantile
-from kvbus.lab.process import Taken
+from kvbus.lab.process import TimedFetch
 from kvbus.output import write_json, write_text
 from kvbus.text import printable
 
@@ -21,7 +21,7 @@ class Served:
     request_id: str
     prompt: str
     first: Step | None = None
-    taken: Taken | None = None
+    timed: TimedFetch | None = None
     steps: list[Step] | None = None
     failed: str = ""
 
@@ -51,8 +51,8 @@ class DemoReport:
         return self.options.requests - num_ended
 
     def summary(self) -> dict[str, Any]:
-        taken = [one.taken for one in self.served if one.taken is not None]
-        times_s = [one.seconds for one in taken]
+        timed = [one.timed for one in self.served if one.timed is not None]
+        times_s = [one.seconds for one in timed]
         failures = Counter(one.failed for one in self.served if one.failed)
         return {
             "requests": self.options.requests,
@@ -62,7 +62,7 @@ class DemoReport:
             "uncompared": self.num_uncompared,
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
-            "bytes": sum(one.fetched.num_bytes for one in taken),
+            "bytes": sum(one.fetched.num_bytes for one in timed),
             "handoff_ms": {
                 name: None if seconds is None else round(seconds * 1e3, 3)
                 for name, seconds in (
@@ -71,7 +71,7 @@ class DemoReport:
                     ("max", max(times_s, default=None)),
                 )
             },
-            "paths": Counter(one.fetched.path for one in taken),
+            "paths": Counter(one.fetched.path for one in timed),
             "leaked_blocks": None if self.leaks is None else sum(self.leaks.values()),
         }
 

@@ -16,7 +16,7 @@ from kvbus.demo.options import DemoOptions, EngineSetup, Step, encode
 from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import KVBusError, RequestRefused, leaves
 from kvbus.geometry import num_blocks_for
-from kvbus.lab.process import EngineChild, Settings, Taken, agent_process, engine_process
+from kvbus.lab.process import EngineChild, Settings, TimedFetch, agent_process, engine_process
 from kvbus.options import with_options
 from kvbus.output import waiting_for
 
@@ -127,8 +127,8 @@ class Run:
             ticket = await ask_prefill(dict[str, Any], "prefill", prompt=served.prompt)
 
             async def fetch() -> None:
-                served.taken = await ask_decode(
-                    Taken, "fetch", ticket=ticket, num_tokens=num_tokens, num_new=num_new
+                served.timed = await ask_decode(
+                    TimedFetch, "fetch", ticket=ticket, num_tokens=num_tokens, num_new=num_new
                 )
 
             async with anyio.create_task_group() as tasks:

@@ -28,7 +28,7 @@ from kvbus.engine.bounce import (
 )
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, EngineSpec, KvLayout, lay_out_rank
-from kvbus.lab.process import Taken
+from kvbus.lab.process import TimedFetch
 
 MAX_NOTED = 1 << 16
 BlockIds = Mapping[str, npt.ArrayLike]
@@ -41,13 +41,13 @@ class BlockPool(HostPool):
         super().__init__(num_blocks)
         self._rng = np.random.default_rng(list(seed.encode()))
 
-    async def take(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
+    async def acquire_tables(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
         """Return blocks for the positions in ``wanted``; raises the errors of `acquire`."""
         numbers = {group: len(blocks) for group, blocks in wanted.items()}
-        taken = await self.acquire(numbers, wait_s=wait_s)
+        acquired = await self.acquire(numbers, wait_s=wait_s)
         return {
             group: BlockTable.of(self._rng.permutation(ids), first_block=wanted[group].start)
-            for group, ids in taken.items()
+            for group, ids in acquired.items()
         }
 
     def give(self, tables: Tables) -> None:
@@ -180,13 +180,13 @@ class Engine:
         num_tokens: int,
         block_ids: BlockIds,
         **options: Any,
-    ) -> "Taking":
+    ) -> "RunningFetch":
         began_s = time.monotonic()
         options |= {"num_tokens": num_tokens, "block_ids": block_ids}
         if self.host is None:
-            return Taking(self.link.fetch(ticket, **options), began_s)
+            return RunningFetch(self.link.fetch(ticket, **options), began_s)
         fetch = self.host.fetch(ticket, wait_s=self._wait_s, **options)
-        return Taking(fetch, began_s)
+        return RunningFetch(fetch, began_s)
 
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
         """Wait until no offer is live and no block is held, or nothing changes for ``stall_s``.
@@ -261,16 +261,16 @@ async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
     await offer.seal()
 
 
-class Taking:
+class RunningFetch:
     """It records its end before any waiting task continues."""
 
     def __init__(self, fetch: Fetch | HostFetch, began_s: float) -> None:
         self.fetch, self._began_s, self._ended_s = fetch, began_s, began_s
         fetch.ended.add_callback(self._on_ended)
 
-    async def taken(self) -> Taken:
+    async def timed(self) -> TimedFetch:
         fetched = await self.fetch.ended
-        return Taken(fetched, self._ended_s - self._began_s, self._ended_s)
+        return TimedFetch(fetched, self._ended_s - self._began_s, self._ended_s)
 
     def _on_ended(self) -> None:
         self._ended_s = time.monotonic()

@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-class Taken(msgspec.Struct, frozen=True):
+class TimedFetch(msgspec.Struct, frozen=True):
     """``at_s`` is its end by `time.monotonic`."""
 
     fetched: Fetched
