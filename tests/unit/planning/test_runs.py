@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from kvbus.geometry import (
 from kvbus.planning import ReadMap, Reads, RunPlan, Runs
 from tests.unit.planning.handoffs import (
     Case,
+    Side,
     cases,
     copied,
     copied_by_loops,
@@ -108,6 +111,65 @@ def test_copy_is_refused_if_one_source_byte_is_not_mapped(case: Case, data: st.D
     runs.check_sources(mapped)
     with pytest.raises(GeometryError, match="outside"):
         runs.check_sources(hurt)
+
+
+NUM_TOKENS, JOB_BYTES = 1500, 1 << 20
+Numbers = npt.NDArray[Any]
+
+
+@pytest.mark.parametrize(
+    ("decode_layout", "decode_block"), [("NHD", 16), ("HND", 16), ("NHD", 48)], ids=str
+)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1), (4, 2)], ids=str)
+def test_a_handoff_that_no_cache_holds_moves_what_numpy_moves(
+    sizes: tuple[int, int], decode_layout: str, decode_block: int
+) -> None:
+    prefill = one_layer(sizes[0], "NHD", 16, base=8 << 30)
+    decode = one_layer(sizes[1], decode_layout, decode_block, base=0)
+    case = Case(prefill, decode, 0, NUM_TOKENS, replica_index=0)
+    held = np.concatenate([rank[places(prefill)] for rank in arrays(prefill, "NHD")], axis=2)
+    expected = arrays(decode, decode_layout)
+    for rank, heads in zip(expected, np.split(held, sizes[1], axis=2), strict=True):
+        rank[places(decode)] = heads
+
+    reads = case.runs().reads()
+    jobs = case.runs().cut(JOB_BYTES)
+
+    for runs in (reads_in(reads), (run for job in jobs for run in job)):
+        after, times = copied(case, runs)
+        assert after == in_memory(expected, decode_layout).tobytes()
+        assert max(times) == 1
+    assert max(job.num_bytes for job in jobs) <= JOB_BYTES
+
+
+def one_layer(tp_size: int, layout: str, block: int, *, base: int) -> Side:
+    """An engine of 4 heads whose blocks lie anywhere."""
+    random, num_blocks = np.random.default_rng(base), -(-NUM_TOKENS // block)
+    engine = EngineSpec("e", "m", tp_size, (GroupSpec("full", (0,), block, 4, 64, "float16"),))
+    parsed = KvLayout.parse(layout)
+    ranks = placed_ranks(engine, parsed, num_blocks=num_blocks + 2, base=base)
+    size_bytes = sum(placed.rank.segments[0].size_bytes for placed in ranks.values())
+    table = BlockTable.of(random.permutation(num_blocks + 2)[:num_blocks])
+    return Side(engine, ranks, base, {"full": table}, random.bytes(size_bytes))
+
+
+def arrays(side: Side, layout: str) -> Numbers:
+    """A copy of its memory: [rank, block, part, token, head, dim]."""
+    num_ranks, block = len(side.ranks), side.engine.groups[0].block_size
+    inner = (block, 4 // num_ranks) if layout == "NHD" else (4 // num_ranks, block)
+    numbers = np.frombuffer(side.memory, np.uint16).reshape(num_ranks, -1, 2, *inner, 64)
+    return in_memory(numbers.copy(), layout)
+
+
+def in_memory(numbers: Numbers, layout: str) -> Numbers:
+    """The axes turned into the order of the layout, or back."""
+    return numbers if layout == "NHD" else numbers.swapaxes(3, 4)
+
+
+def places(side: Side) -> tuple[Numbers, slice, Numbers]:
+    """Where an array has the tokens: [token, part, head, dim]."""
+    blocks, tokens = np.divmod(np.arange(NUM_TOKENS), side.engine.groups[0].block_size)
+    return side.tables["full"].array()[blocks], slice(None), tokens
 
 
 @pytest.fixture
