@@ -174,3 +174,17 @@ sys.exit(" ".join(loaded & set("{unwanted}".split())))
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert not ended.stderr.strip()
+
+
+def test_process_ends_when_channel_closes_despite_endless_read(
+    make_pair: MakePair,
+) -> None:
+    pair = make_pair(64, MIB, tls="tcp")
+    assert pair.can_read()
+    pair.holder.stop()
+    pair.read_all()
+    pair.reader.call(wire.Barrier())
+
+    pair.reader.channel.close()
+
+    assert pair.reader.process.wait(WITHIN_S) == 0

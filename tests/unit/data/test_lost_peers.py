@@ -110,3 +110,19 @@ def test_progress_is_driven_on_demand_only(make_pair: MakePair) -> None:
     assert pair.reader.result(number) is None
     assert not was_over
     assert idle_s < 0.05
+
+
+def test_peer_added_again_after_broken_connections_is_readable(
+    make_pair: MakePair,
+) -> None:
+    pair = make_pair()
+    assert pair.can_read()
+
+    numbers = [
+        pair.reader.send(wire.RemovePeer(peer="holder")),
+        pair.reader.send(wire.AddPeer(peer="holder", metadata=pair.held.metadata)),
+        pair.reader.read(1, [9], [9]),
+    ]
+
+    assert not any(pair.reader.wait(number).error for number in numbers)
+    assert np.array_equal(pair.ours.blocks[9], pair.theirs.blocks[9])

@@ -120,3 +120,16 @@ def test_memory_that_cannot_be_mapped_leaves_no_descriptor(one: Data, memory: Ma
     with pytest.raises(LocalError, match="memory 1 is defined already"):
         one.call(flat.added(1), [flat.segment.fd])
     assert num_files(one) == before
+
+
+def test_long_tables_come_in_many_frames(one: Data, memory: MakeMemory) -> None:
+    num_blocks = 200_000
+    source, target = memory(num_blocks, 1, seed=1), memory(num_blocks, 1)
+    one.add(1, source, direct=False)
+    one.add(2, target, direct=False)
+    one.call(add_plan(3, 1, 2))
+    order = np.random.default_rng(5).permutation(num_blocks)
+
+    one.result(one.copy(3, range(num_blocks), order.tolist()))
+
+    assert np.array_equal(target.content[order], source.content)

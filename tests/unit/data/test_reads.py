@@ -114,3 +114,15 @@ def test_read_unpostable_by_ucx_names_settings_of_environment(make_pair: MakePai
     with pytest.raises((TransferFailed, PeerLost)) as failed:
         pair.reader.result(pair.reader.read(1, [0], [0]))
     assert "UCX_PROTO_ENABLE=n" in failed.value.message
+
+
+def test_opened_nixl_has_tcp_sockets_on_its_interfaces_alone(
+    start: Start,
+) -> None:
+    data = start()
+    before = data.call(wire.ListListening()).sockets
+    data.call(wire.OpenNixl())
+    after = data.call(wire.ListListening()).sockets
+
+    assert before == ()
+    assert {host for host, _ in after} == {"127.0.0.1"}
