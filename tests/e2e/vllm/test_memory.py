@@ -36,6 +36,8 @@ B, T, H, D = AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM
 HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())
 NAME = next(iter(layers(full())))
 Write = Callable[..., None]
+SCALES = ("_k_scale_float", "_v_scale_float")
+"""vLLM's names, by which kernels find them."""
 
 
 class Worker:
@@ -90,8 +92,11 @@ def attention(case: Configured, cache: torch.Tensor, isa: str) -> Any:
             sliding_window=None,
             kv_cache_dtype="auto",
         )
-    scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
-    return SimpleNamespace(impl=impl, isa=isa, kv_cache=cache, **scales)
+    return SimpleNamespace(impl=impl, isa=isa, kv_cache=cache, **dict.fromkeys(SCALES, 1.0))
+
+
+def scales_of(layer: Any) -> list[float]:
+    return [getattr(layer, name) for name in SCALES]
 
 
 @pytest.fixture
@@ -263,8 +268,9 @@ def plain(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, s
 def quantised(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
     """As vLLM's kernels: divided by the scales of the layer, and rounded."""
     e5m2 = torch.float8_e5m2
-    key, value = (key / layer._k_scale_float).to(e5m2), (value / layer._v_scale_float).to(e5m2)
-    plain(layer, key.view(torch.uint8), value.view(torch.uint8), cache, slots)
+    scaled = zip((key, value), scales_of(layer), strict=True)
+    key, value = ((row / scale).to(e5m2).view(torch.uint8) for row, scale in scaled)
+    plain(layer, key, value, cache, slots)
 
 
 def test_float8_is_measured_without_its_scales_which_stay(tmp_path: Path) -> None:
@@ -273,14 +279,15 @@ def test_float8_is_measured_without_its_scales_which_stay(tmp_path: Path) -> Non
     case.vllm_config.cache_config.cache_dtype = "fp8_e5m2"
     worker = Worker(case)
     (layer,) = worker.layers.values()
-    layer.impl, layer._k_scale_float, layer._v_scale_float = writing(quantised), 300.0, 0.01
+    layer.impl = writing(quantised)
+    vars(layer).update(zip(SCALES, (300.0, 0.01), strict=True))
 
     found = places(worker)
 
     strides = {B: 4 * 32 * 64, T: 64, H: 32 * 64, D: 1}
     assert found == {"k": (0, strides), "v": (32, strides)}
     assert worker.engine.groups[0].dtype == "float8_e5m2"
-    assert (layer._k_scale_float, layer._v_scale_float) == (300.0, 0.01)
+    assert scales_of(layer) == [300.0, 0.01]
 
 
 def swizzled(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
