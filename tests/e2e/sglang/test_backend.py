@@ -331,7 +331,7 @@ def test_adapter_is_matched_by_name_not_by_server_id(
             lora_request=SimpleNamespace(lora_name="sql"),
             mm_features=[],
         )
-        assert sender._offer.message.prompt_digest == digest_of(vllm, NUM_TOKENS)
+        assert sender._offer.ticket["prompt_digest"] == digest_of(vllm, NUM_TOKENS)
 
     assert ids[prefill] != ids[decode]
     assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}
