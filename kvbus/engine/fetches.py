@@ -53,6 +53,8 @@ class FetchRequest(PendingRequest[StartFetch]):
         self.timer: asyncio.TimerHandle | None = None
         self.notice: Fetched | None = None
         """Stage ``silent`` means a stopped agent."""
+        self.cancelled_with: bool | None = None
+        """``release_offer`` of a cancellation that was sent."""
 
     @property
     def fetch_id(self) -> str:
@@ -159,6 +161,9 @@ class Fetches(RequestRetrier[FetchRequest]):
             if one.notice is not None:
                 one.free()
                 return
+            if one.cancelled_with is not None:  # the agent refuses the cancellation, too
+                self._end_cancelled(one, is_lost=False)
+                return
         super().on_refusal(connection, one, error)
 
     def refused(self, one: FetchRequest, error: KVBusError) -> None:
@@ -175,7 +180,7 @@ class Fetches(RequestRetrier[FetchRequest]):
     def cancel(self, fetch: FetchRequest, release_offer: bool, done: Completion[None]) -> None:
         is_away, is_waiting = fetch in self._away, self.remove(fetch)
         if is_away or is_waiting:
-            error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
+            error = _cancelled()
             ended = failed(fetch, error, stage=LOST if is_away or fetch.is_repeated else REQUESTED)
             self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
@@ -193,8 +198,10 @@ class Fetches(RequestRetrier[FetchRequest]):
             return
 
         def answer(reply: Empty | KVBusError) -> None:
-            done.settle(reply if isinstance(reply, KVBusError) else None)
+            was_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
+            done.settle(reply if isinstance(reply, KVBusError) and not was_refused else None)
 
+        fetch.cancelled_with = release_offer or bool(fetch.cancelled_with)
         try:
             connection.send(CancelFetch(fetch.fetch_id, release_offer), answer)
         except KVBusError as error:
@@ -270,6 +277,8 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def _on_agent_ended(self, connection: Connection, error: KVBusError) -> None:
         for fetch in [one for one, earlier in self._away.items() if earlier is connection]:
+            if fetch.notice is None and fetch.cancelled_with is not None:
+                self._end_cancelled(fetch, is_lost=True)
             self._remove_away(fetch)
             if fetch.notice is not None:
                 fetch.free(error if self._has_remote_ranks else None)
@@ -292,6 +301,14 @@ class Fetches(RequestRetrier[FetchRequest]):
         self._away.pop(fetch, None)
         if fetch.timer is not None:
             fetch.timer.cancel()
+
+    def _end_cancelled(self, fetch: FetchRequest, *, is_lost: bool) -> None:
+        """End a fetch that no agent knows, or ends with its agent; release its offer if wanted."""
+        error = _cancelled()
+        ended = failed(fetch, error, stage=LOST if is_lost or fetch.is_repeated else REQUESTED)
+        self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
+        if fetch.cancelled_with:
+            self.releases.add(dict(fetch.message.ticket))
 
     def _end(self, fetch: FetchRequest, ended: Fetched, error: KVBusError) -> None:
         is_unconfirmed = fetch.is_repeated and self._has_remote_ranks
@@ -360,6 +377,10 @@ class _Releases:
                 notice.code,
             )
         self.begin()
+
+
+def _cancelled() -> LocalError:
+    return LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
 
 
 def failed(

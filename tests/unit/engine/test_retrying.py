@@ -23,7 +23,7 @@ from kvbus.engine.retrying import SILENT_S
 from kvbus.errors import ErrorCode, KVBusError, PeerLost, RequestRefused, RequestTimeout
 from kvbus.geometry import BlockTable
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import BlocksFreed, Outcome, Released
+from kvbus.protocol import BlocksFreed, Outcome, Released, StartFetch
 from tests.support.agents import until
 from tests.support.engines import failure_of
 from tests.unit.engine import recording
@@ -542,3 +542,37 @@ async def test_fetch_cancelled_at_gone_agent_is_released_by_next_agent(is_comple
     fetches.opened(new)
     sent = [(one.ticket, one.first_token, one.num_tokens) for one in new.sent]
     assert sent == ([] if is_completed else [(ticket, 3, 3)])
+
+
+@pytest.mark.parametrize("release", [False, True])
+async def test_cancelled_fetch_refused_by_busy_agent_is_not_sent_again(release: bool) -> None:
+    connection = Recording(reply=None)
+    fetch = RecordedFetches(connection).fetch(ticket={"offer_id": "o"})
+    cancelled = fetch.cancel(release_offer=release)
+    start, cancel = connection.on_replies
+
+    start(busy())
+    cancel(RequestRefused("no fetch", code=ErrorCode.FETCH_UNKNOWN))
+    await cancelled
+    await anyio.sleep(0.1)
+
+    assert fetch.notice is not None
+    assert (fetch.notice.outcome, fetch.are_blocks_free) == ("cancelled", True)
+    again = [one for one in connection.sent[2:] if isinstance(one, StartFetch)]
+    assert [one.fetch_id == fetch.fetch_id for one in again] == release * [False]
+
+
+@pytest.mark.parametrize("others", [False, True])
+async def test_cancelled_fetch_of_lost_agent_is_not_repeated(others: bool) -> None:
+    first, second = Recording(reply=None), Recording()
+    fetches = RecordedFetches(first, has_remote_ranks=others)
+    fetch = fetches.fetch()
+    fetch.cancel()
+
+    first.lose(GONE)
+    fetches.opened(second)
+
+    assert fetch.notice is not None
+    assert (fetch.notice.outcome, fetch.notice.stage) == ("cancelled", "lost")
+    assert fetch.are_blocks_free != others
+    assert second.sent == []
