@@ -13,7 +13,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from kvbus.bus import ask_agent
+from kvbus.bus import call_agent
 from kvbus.errors import KVBusError
 from kvbus.protocol.tools import Cost, Predicted
 
@@ -35,7 +35,7 @@ async def ask_all(
     async def ask(pair: Pair) -> None:
         try:
             question = Cost(endpoint=pair[0], num_tokens=num_tokens)
-            answers[pair] = await ask_agent(pair[1], question, timeout_s=timeout_s)
+            answers[pair] = await call_agent(pair[1], question, timeout_s=timeout_s)
         except KVBusError as error:
             typer.echo(f"{pair[1]}: {error.message}", err=True)
 

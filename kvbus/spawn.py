@@ -123,7 +123,7 @@ class Child:
             f"the {self.name} (process {self.pid}) {ending}; the last lines of its log:\n{tail}"
         )
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Close its stdin pipe, or send SIGTERM; resume a stopped process."""
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it exited without reading all
@@ -134,7 +134,7 @@ class Child:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self, within_s: float = END_TIMEOUT_S) -> int:
-        self.ask_to_end()
+        self.request_end()
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:

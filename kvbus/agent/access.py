@@ -26,13 +26,13 @@ from kvbus.bus import (
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
 from kvbus.keys.files import read_private, read_secret
 from kvbus.keys.trusted import TrustedKeys
-from kvbus.protocol.message import Role, may_ask, may_hear
+from kvbus.protocol.message import Role, may_request, may_subscribe
 from kvbus.protocol.ticket import TicketKeys
 
 log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
-LOOK_S = 0.4
+CHECK_S = 0.4
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
@@ -119,7 +119,7 @@ class Access:
         if self._trusted is None:
             return
         roles = self._trusted.roles_of(call.session.key)
-        if not may_ask(roles, call.op):
+        if not may_request(roles, call.op):
             trusted_as = " and ".join(sorted(roles)) or "nothing any more"
             raise KVBusError(
                 f"'{call.op}' is not for a key that is trusted as {trusted_as}",
@@ -132,15 +132,17 @@ class Access:
 
     async def _watch(self) -> None:
         while True:
-            await anyio.sleep(LOOK_S)
-            await guarded(self._look, lambda _: None)  # for example, no thread can be started
+            await anyio.sleep(CHECK_S)
+            await guarded(
+                self._check_files, lambda _: None
+            )  # for example, no thread can be started
 
     async def _admit(self, lines: LimitedLog, applicant: ZapRequest) -> bool:
         if self._trusted is None:
             return False
-        await self._look()
+        await self._check_files()
         roles = self._trusted.roles_of(applicant.key)
-        if may_hear(roles) if applicant.domain == EVENTS else roles:
+        if may_subscribe(roles) if applicant.domain == EVENTS else roles:
             return True
         self._num_refused += 1
         lines.write(
@@ -153,7 +155,7 @@ class Access:
         )
         return False
 
-    async def _look(self) -> None:
+    async def _check_files(self) -> None:
         trusted = self._trusted
         if trusted is None:
             return

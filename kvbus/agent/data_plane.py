@@ -30,7 +30,7 @@ UCX_PORTS = "UCX_TCP_PORT_RANGE"
 log = structlog.get_logger()
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-LOOK_AGAIN_S = 10.0
+CHECK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
 MAX_OPENS = 3
 """Data processes that may end before the start fails."""
@@ -46,7 +46,7 @@ class DataPlane:
     outside: str = ""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
-    _asked_at: float | None = None
+    _requested_at: float | None = None
 
     async def open(self) -> None:
         """Open NIXL in a data process; raise `TransferFailed`."""
@@ -84,21 +84,21 @@ class DataPlane:
 
     async def watch(self) -> None:
         while True:
-            await anyio.sleep(LOOK_AGAIN_S)
+            await anyio.sleep(CHECK_AGAIN_S)
             _report_descriptors()
             with anyio.move_on_after(HUNG_AFTER_S) as within:
-                await self._try_to_look()
+                await self._try_to_check()
             if within.cancelled_caught:
                 self.data.kill(f"it had not answered for {HUNG_AFTER_S:.0f} s")
 
     @property
     def silent_s(self) -> float:
         """0 without an unanswered request."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
-    async def _try_to_look(self) -> bool:
+    async def _try_to_check(self) -> bool:
         try:
-            await self.look()
+            await self.check()
         except TransferFailed:  # the data process has ended, which is logged elsewhere
             return False
         except (KVBusError, OSError) as error:
@@ -106,16 +106,16 @@ class DataPlane:
             return True
         return False
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Refresh `endpoints`; waiting callers share one request. Raises `TransferFailed`."""
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         async with self._turn:
-            if self._began_at < asked_at:
-                self._began_at = self._asked_at = time.monotonic()
+            if self._began_at < requested_at:
+                self._began_at = self._requested_at = time.monotonic()
                 try:
                     reply = await self.data.call(wire.ListListening())
                 finally:
-                    self._asked_at = None
+                    self._requested_at = None
                 sockets = reply.result.sockets if isinstance(reply.result, wire.Listening) else ()
                 self.endpoints = tuple(f"{host}:{port}" for host, port in sockets)
                 self.outside = await in_thread(partial(_outside, sockets, self.interfaces))
@@ -125,12 +125,12 @@ class DataPlane:
 
     async def end_if_exposed(self) -> None:
         with suppress(TransferFailed):
-            await self.look()
+            await self.check()
         self._end_if_outside()
 
     async def look_at_next(self) -> None:
-        while await self._try_to_look():  # noqa: ASYNC110 - an event would serve this loop only
-            await anyio.sleep(LOOK_AGAIN_S)
+        while await self._try_to_check():  # noqa: ASYNC110 - an event would serve this loop only
+            await anyio.sleep(CHECK_AGAIN_S)
         self._end_if_outside()
 
     def _end_if_outside(self) -> None:

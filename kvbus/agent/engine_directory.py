@@ -316,11 +316,11 @@ class EngineDirectory:
 
     def _announce(self, engine: LocalEngine) -> None:
         if engine.ready:
-            self._tell("engine.ready", engine)
+            self._publish_event("engine.ready", engine)
             for user in self.users:
                 user.on_engine_ready(engine)
 
-    def _tell(self, event: str, engine: LocalEngine, *, logged_as: str = "") -> None:
+    def _publish_event(self, event: str, engine: LocalEngine, *, logged_as: str = "") -> None:
         name, instance = engine.engine_id, engine.instance
         log.info(logged_as or event, engine_id=name, engine_instance=instance)
         self._publisher.publish(event, EngineEvent(name, instance))
@@ -367,7 +367,7 @@ class EngineDirectory:
         self._note_ended(engine.instance)
         for call in engine.waiting:
             call.refuse(engine_lost())
-        self._tell("engine.lost", engine, logged_as="engine.detached" if meant else "")
+        self._publish_event("engine.lost", engine, logged_as="engine.detached" if meant else "")
         for user in self.users:
             user.on_engine_lost(engine)
         self._tasks.start_soon(self._release, engine)

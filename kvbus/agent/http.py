@@ -76,7 +76,7 @@ def _verdict(problems: list[str]) -> Page:
     return _text("ok")
 
 
-def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
+def call_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
     """Run ``function`` in the loop; raise `LocalError` (``timeout``) if the loop hangs."""
 
     answer: Future[T] = Future()
@@ -116,9 +116,9 @@ class AgentPages:
             if path == "/healthz":
                 return self._healthz()
             if path == "/live":
-                return self._tell_live(query.get("recent", ""))
+                return self._live_page(query.get("recent", ""))
             if path in PATHS:
-                return ask_loop(self._loop, lambda: self._tell(path, query, accept))
+                return call_loop(self._loop, lambda: self._page(path, query, accept))
             return _text(f"there is {', '.join(sorted(PATHS))}", HTTPStatus.NOT_FOUND)
         except KVBusError as error:
             is_wrong = error.code is ErrorCode.INVALID
@@ -129,7 +129,7 @@ class AgentPages:
             text, status = "failed; the log says why", HTTPStatus.INTERNAL_SERVER_ERROR
         return _text(text, status)
 
-    def _tell(self, path: str, query: Mapping[str, str], accept: str) -> Page:
+    def _page(self, path: str, query: Mapping[str, str], accept: str) -> Page:
         report, name = self._report, query.get("id", "")
         if path == "/readyz":  # these faults end without a restart of this agent
             return _verdict([fault.what for fault in report.unready()])
@@ -149,14 +149,14 @@ class AgentPages:
     def _healthz(self) -> Page:
         """Fail if the event loop hangs, as only a restart repairs that."""
         try:
-            ask_loop(self._loop, lambda: None)
+            call_loop(self._loop, lambda: None)
         except KVBusError as error:
             return _verdict([error.message])
         return _verdict([])
 
-    def _tell_live(self, wanted: str) -> Page:
+    def _live_page(self, wanted: str) -> Page:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
-        live = ask_loop(self._loop, self._report.live).result()
+        live = call_loop(self._loop, self._report.live).result()
         return _json(msgspec.structs.replace(live, recent=live.recent[:number]))
 
 

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
 
 NUM_THREADS = 8
-LOOK_S = 0.02
+CHECK_S = 0.02
 
 
 class AgentLoop(asyncio.SelectorEventLoop):
@@ -50,7 +50,7 @@ async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Res
 
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():  # noqa: ASYNC110 - an event would serve this loop only
-        await anyio.sleep(LOOK_S)
+        await anyio.sleep(CHECK_S)
 
 
 async def guarded(

@@ -313,18 +313,18 @@ class Runtime:
             HttpServer(self.config.http_bind, pages, token)
 
     def _take_requests(self) -> None:
-        def tell(request: Status, call: Call) -> None:
+        def reply(request: Status, call: Call) -> None:
             told = self.report.status(request)
             if not request.faults:
                 call.reply(told)
             elif (live := self.report.live()).done():
                 call.reply(structs.replace(told, faults=live.result().status.faults))
             else:
-                self.agent.tasks.start_soon(self._tell_faults, told, live, call)
+                self.agent.tasks.start_soon(self._reply_with_faults, told, live, call)
 
-        def tell_peer(request: Status, call: Call) -> None:
+        def reply_to_peer(request: Status, call: Call) -> None:
             if self.sockets.peers.knows(call):
-                tell(request, call)
+                reply(request, call)
             else:
                 call.reply(without_place(self.report.status(request)))
 
@@ -333,21 +333,21 @@ class Runtime:
                 Register: self._register,
                 AwaitReady: self.agent.engines.await_ready,
                 Detach: self.agent.engines.detach,
-                Status: tell,
+                Status: reply,
                 **self.service.engine_handlers(),
             },
             gate=self.agent.engines.admit,
         )
         self.sockets.peers.on(
             {
-                Status: tell_peer,
+                Status: reply_to_peer,
                 Trace: lambda request, call: call.reply(self.report.trace(request)),
                 **self.service.peer_handlers(),
             },
             gate=self.agent.access.gate,
         )
 
-    async def _tell_faults(self, told: AgentStatus, made: Future[Live], call: Call) -> None:
+    async def _reply_with_faults(self, told: AgentStatus, made: Future[Live], call: Call) -> None:
         live = await asyncio.shield(asyncio.wrap_future(made))
         call.reply(structs.replace(told, faults=live.status.faults))
 

@@ -96,16 +96,20 @@ def forgotten_span(history: History, *, depth: int) -> list[Span]:
 
 
 def sending_span(
-    history: History, asked_at: float | None, *, depth: int, started_at: float | None = None
+    history: History, requested_at: float | None, *, depth: int, started_at: float | None = None
 ) -> list[Span]:
-    """Return a span from the engine's request, at ``asked_at`` by its clock, to the start.
+    """Return a span from the engine's request, at ``requested_at`` by its clock, to the start.
 
     Times of another time namespace make no span.
     """
     started_at = history.started_at if started_at is None else started_at
-    if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_SENDING_S:
+    if (
+        requested_at is None
+        or started_at is None
+        or not 0 < started_at - requested_at <= MAX_SENDING_S
+    ):
         return []
-    return [Span(SENDING, asked_at, started_at, depth)]
+    return [Span(SENDING, requested_at, started_at, depth)]
 
 
 def pending_span(wanted_at: float | None, request: Span) -> list[Span]:

@@ -193,14 +193,14 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
     metrics, silent = live.metrics, live.status.silent_peers
     for endpoint, silent_s in silent.items():
         options = key_options.get(endpoint, "")
-        look = (
+        option = (
             f"--only peer --peer {quote(endpoint)}{options}"
             if options
             else f"--peer {quote(endpoint)}"
         )
         yield Fault(
             f"the agent at {endpoint} has not answered for {silent_s:.0f} s",
-            f"See that it runs and is not stopped, then run here: kvbus doctor {look}",
+            f"See that it runs and is not stopped, then run here: kvbus doctor {option}",
         )
     if blocks := metrics.get("kvbus_quarantined_blocks"):
         yield Fault(

@@ -61,7 +61,7 @@ WARM_UP_S, RATE_S = 1.0, 10.0
 CASE_WITHIN_S, ROUND_WITHIN_S = 600.0, 10.0
 LOAD_S, LARGE_S = 15.0, 210.0
 """The first suffices for p99 of the loop lag, the second for its maximum."""
-LOOK_S = 10.0
+CHECK_S = 10.0
 NUM_LARGE = 4
 LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
 VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
@@ -101,7 +101,7 @@ async def measure_transfer(
     seconds = {name: median(some) for name, some in times.items()}
     of_raw_speed = {name: seconds[RAW] / some for name, some in seconds.items()}
     huge = {
-        RAW: await raw.reader.ask(float, "huge_share"),
+        RAW: await raw.reader.request(float, "huge_share"),
         "kvbus": pair.reader.huge_share(),
     }
     return [
@@ -293,7 +293,7 @@ async def _measure_beside(
         began_s = time.perf_counter()
         while time.perf_counter() < began_s + scale.seconds(load_s) or not large_s:
             small_s.append((await small.hand_off(contiguous(1))).seconds)
-            lags.look_when_due()
+            lags.check_when_due()
         took_s, num_large = time.perf_counter() - began_s, len(large_s)
         lag_figures = await lags.figures(lag_ms)
         ends.set()
@@ -315,18 +315,18 @@ class LoopLags:
         self._largest_s = dict.fromkeys(agents, 0.0)
         self._due_s = time.perf_counter() + LOAD_S
 
-    def look_when_due(self) -> None:
+    def check_when_due(self) -> None:
         """Agents report the largest lag of the last 15 s only."""
         if (now := time.perf_counter()) >= self._due_s:
-            self._due_s = now + LOOK_S
-            self._look()
+            self._due_s = now + CHECK_S
+            self._check()
 
     async def figures(self, most_ms: Mapping[str, float]) -> list[Figure]:
         lags = self._counts()
         while not all(any(counts.values()) for counts in lags.values()):
             await anyio.sleep(0.1)
             lags = self._counts()
-        self._look()
+        self._check()
         found = []
         for name, counts in lags.items():
             p99_s = histogram_quantile(counts, 0.99)
@@ -336,7 +336,7 @@ class LoopLags:
                 )
         return [*found, Figure("loop lags", min(max(one.values()) for one in lags.values()))]
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         for name, agent in self._agents.items():
             self._largest_s[name] = max(self._largest_s[name], agent.largest_lag_s())
 

@@ -116,16 +116,16 @@ def _show(
         **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
     }
 
-    def tell(errors: list[str]) -> None:
+    def report(errors: list[str]) -> None:
         failed = {"case": sheet.case, "errors": errors} if errors else None
         if as_one_json:
             write_json({"machine": machine, "figures": sheet.rows, "failed": failed})
 
-    _run(command, lambda: measure(sheet), tell)
+    _run(command, lambda: measure(sheet), report)
 
 
 def _run(
-    command: str, work: Callable[[], None], tell: Callable[[list[str]], None] = lambda _: None
+    command: str, work: Callable[[], None], report: Callable[[list[str]], None] = lambda _: None
 ) -> None:
     status, reasons, head = 0, list[str](), f"error: {command}"
     try:
@@ -136,7 +136,7 @@ def _run(
         reasons = list(dict.fromkeys(map(str, errors)))
     except* KeyboardInterrupt:
         status, reasons, head = 130, ["ended by Ctrl-C"], command
-    tell(reasons)
+    report(reasons)
     sys.stderr.writelines(f"{head}: {printable(reason)}\n" for reason in reasons)
     if status:
         raise typer.Exit(status)

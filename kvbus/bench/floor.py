@@ -161,9 +161,9 @@ async def floor(folder: Path) -> AsyncIterator[Floor]:
 
         prefill, decode_agent = await start("prefill agent"), await start("decode agent")
         engine = await start("prefill engine")
-        endpoint = await prefill.ask(str, "be_prefill_agent")
-        await decode_agent.ask(type(None), "be_decode_agent", peer_endpoint=endpoint)
-        await engine.ask(type(None), "be_prefill_engine")
+        endpoint = await prefill.request(str, "be_prefill_agent")
+        await decode_agent.request(type(None), "be_decode_agent", peer_endpoint=endpoint)
+        await engine.request(type(None), "be_prefill_engine")
         bare = stack.enter_context(closing(Floor(folder, [prefill, decode_agent])))
         await bare.hand_off()
         yield bare

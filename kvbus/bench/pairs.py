@@ -79,9 +79,9 @@ class BarePair:
 
     async def read_s(self, do: str = "read") -> float:
         """Return the seconds of one READ. ``verify`` fails on wrong bytes."""
-        await self.target.ask(type(None), "drive")
-        took_s = await self.reader.ask(float, do)
-        await self.target.ask(type(None), "rest")
+        await self.target.request(type(None), "drive")
+        took_s = await self.reader.request(float, do)
+        await self.target.request(type(None), "rest")
         return took_s
 
 
@@ -93,10 +93,10 @@ class BenchSource:
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
         requests = [(uuid.uuid4().hex, one.num_tokens, one.prefill.tolist()) for one in tables]
-        return await self.engines.ask(list[Ticket], "offer", name=self.name, requests=requests)
+        return await self.engines.request(list[Ticket], "offer", name=self.name, requests=requests)
 
     async def ended(self) -> list[tuple[float, float]]:
-        return await self.engines.ask(list[tuple[float, float]], "settle", name=self.name)
+        return await self.engines.request(list[tuple[float, float]], "settle", name=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Bench:
 
     async def source(self, shape: Shape, num_blocks: int) -> BenchSource:
         source = BenchSource(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
-        ask = partial(self.engines.ask, type(None), name=source.name)
+        ask = partial(self.engines.request, type(None), name=source.name)
         await ask("open", shape=shape, num_blocks=num_blocks)
         self.opened.push_async_callback(ask, "close")
         return source
@@ -170,8 +170,8 @@ class Bench:
             process = engine_process(name, *command, log=self.folder / "bare-pair.log")
             both.append(await self.opened.enter_async_context(process))
         pair = BarePair(*both)
-        lent = await pair.target.ask(dict[str, Any], "lend")
-        await pair.reader.ask(type(None), "connect", **lent)
+        lent = await pair.target.request(dict[str, Any], "lend")
+        await pair.reader.request(type(None), "connect", **lent)
         await pair.read_s("verify")
         return pair
 

@@ -35,7 +35,7 @@ from kvbus.output import waiting_for
 
 MIB = 1 << 20
 READ_WITHIN_S = 60.0
-LOOK_AT_DECODE = f"look at the error of {pipe.READER}"
+SEE_DECODE = f"look at the error of {pipe.READER}"
 SHOWN_SHARE = 0.05
 
 
@@ -109,11 +109,10 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handoff: BenchHa
     outcome = await offered.offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
-            f"nobody has read a handoff of '{handoff.case}' for {READ_WITHIN_S:g} s:"
-            f" {LOOK_AT_DECODE}"
+            f"nobody has read a handoff of '{handoff.case}' for {READ_WITHIN_S:g} s: {SEE_DECODE}"
         )
     if outcome is not Outcome.COMPLETED:
-        raise PeerLost(f"a handoff of '{handoff.case}' was {outcome}: {LOOK_AT_DECODE}")
+        raise PeerLost(f"a handoff of '{handoff.case}' was {outcome}: {SEE_DECODE}")
 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> int:

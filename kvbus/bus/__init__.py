@@ -11,7 +11,7 @@ from kvbus.bus.client import (
     OnReply,
     RequestClient,
     agent_client,
-    ask_agent,
+    call_agent,
     new_boot_id,
     new_secret,
 )
@@ -60,7 +60,7 @@ __all__ = [
     "ZapHandler",
     "ZapRequest",
     "agent_client",
-    "ask_agent",
+    "call_agent",
     "is_of_same_user",
     "key_pair_of",
     "new_boot_id",

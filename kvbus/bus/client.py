@@ -87,8 +87,8 @@ class RequestClient(WatchedConnection):
         options = options or SocketOptions()
         super().__init__(context, open_dealer(context, endpoint, options), endpoint, options)
         self.boot = boot
-        self._tell_notice, self._tell_boot, self._tell_gone = on_notice, on_boot, on_gone
-        self._tell_moved = on_moved
+        self._report_notice, self._report_boot, self._report_gone = on_notice, on_boot, on_gone
+        self._report_moved = on_moved
         self._on_fault = on_fault or self._fail
         self._max_pending, self._ping_s = max_pending, ping_s
         self._max_bytes = max_request_bytes(endpoint)
@@ -98,7 +98,7 @@ class RequestClient(WatchedConnection):
         self._secret = new_secret()
         self._last_id = secrets.randbelow(2**52)  # an integer that a float holds exactly
         self._was_connected = False
-        self._look_at = math.inf
+        self._check_at = math.inf
         self._was_paused = False
         self._ping_at = math.inf
         self._silent_since, self._num_unanswered = math.inf, 0
@@ -112,16 +112,16 @@ class RequestClient(WatchedConnection):
     @property
     def silent_s(self) -> float:
         """Seconds without an answer to pings."""
-        has_answered = self.heard_at != self._silent_since
+        has_answered = self.received_at != self._silent_since
         return 0.0 if has_answered else self._num_unanswered * self._ping_s
 
     def note_alive(self, boot: str) -> None:
         if boot == self.peer_boot:
-            self.heard_at = asyncio.get_running_loop().time()
+            self.received_at = asyncio.get_running_loop().time()
         elif self.peer_boot is not None:
             self._ping()
 
-    async def ask(self, message: Request[R], *, timeout_s: float) -> R:
+    async def request(self, message: Request[R], *, timeout_s: float) -> R:
         """Raise the errors of `send`. A cancelled request may still be executed."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
@@ -178,8 +178,8 @@ class RequestClient(WatchedConnection):
         self._pending[request_id] = pending
         self._unsent[request_id] = None
         self._pump.flush()
-        if ends_at < self._look_at:
-            self._look_again(ends_at)
+        if ends_at < self._check_at:
+            self._schedule_check(ends_at)
         return request_id
 
     def take_last(self) -> None:
@@ -219,10 +219,10 @@ class RequestClient(WatchedConnection):
         )
 
     def _keep_alive(self) -> None:
-        now, silent_at = asyncio.get_running_loop().time(), self.heard_at + self._ping_s
+        now, silent_at = asyncio.get_running_loop().time(), self.received_at + self._ping_s
         if now >= silent_at:
-            if self._silent_since != self.heard_at:
-                self._silent_since, self._num_unanswered = self.heard_at, 0
+            if self._silent_since != self.received_at:
+                self._silent_since, self._num_unanswered = self.received_at, 0
             self._num_unanswered += now < self._ping_at + PAUSE_S
             silent_at = now + self._ping_s
             self._ping()
@@ -231,17 +231,17 @@ class RequestClient(WatchedConnection):
 
     # One timer serves all timeouts. Nearly every request is answered in time, so a timer for each
     # would be most of its cost.
-    def _look_again(self, when: float) -> None:
-        self._look_at = when
+    def _schedule_check(self, when: float) -> None:
+        self._check_at = when
         self._call_at(when, self._time_out)
 
     def _time_out(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._was_paused = not self._was_paused and now >= self._look_at + PAUSE_S
+        self._was_paused = not self._was_paused and now >= self._check_at + PAUSE_S
         if self._was_paused:  # replies may have arrived meanwhile: let ZeroMQ read them first
-            self._look_again(now + PAUSE_S)
+            self._schedule_check(now + PAUSE_S)
             return
-        self._look_at = math.inf
+        self._check_at = math.inf
         late = [number for number, pending in self._pending.items() if pending.ends_at <= now]
         for request_id in late:
             if (pending := self._pending.get(request_id)) is not None:
@@ -249,8 +249,8 @@ class RequestClient(WatchedConnection):
                 problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
                 self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
         following = min((one.ends_at for one in self._pending.values()), default=math.inf)
-        if following < self._look_at:
-            self._look_again(following)
+        if following < self._check_at:
+            self._schedule_check(following)
 
     def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
         pending = self._pending.pop(request_id, None)
@@ -284,23 +284,23 @@ class RequestClient(WatchedConnection):
             envelope = decode(frames[0])
         except ProtocolError:
             return
-        if isinstance(envelope, RequestFrame) or not self._hear(envelope.boot):
+        if isinstance(envelope, RequestFrame) or not self._note_boot(envelope.boot):
             return
         if isinstance(envelope, Reply):
             self._settle(envelope.request_id, envelope)
         else:
-            self._call_user(self._tell_notice, envelope)
+            self._call_user(self._report_notice, envelope)
 
     def _on_boot(self, boot: str, before: str | None) -> None:
         if before is not None:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
-        self._call_user(self._tell_boot, boot)
+        self._call_user(self._report_boot, boot)
 
     def _on_moved(self) -> None:
-        self._call_user(self._tell_moved, self.address)
+        self._call_user(self._report_moved, self.address)
 
     def _on_gone(self) -> None:
-        self._call_user(self._tell_gone, self.peer_boot or "")
+        self._call_user(self._report_gone, self.peer_boot or "")
 
     def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
         try:
@@ -336,9 +336,9 @@ async def agent_client(
                 await asyncio.wait([running])
 
 
-async def ask_agent(
+async def call_agent(
     endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
 ) -> R:
     """Raise `RequestRefused`, `RequestTimeout`, `ConfigError`, or `RemoteError` (``forbidden``)."""
     async with agent_client(endpoint, curve=curve) as client:
-        return await client.ask(message, timeout_s=timeout_s)
+        return await client.request(message, timeout_s=timeout_s)

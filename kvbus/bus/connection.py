@@ -60,7 +60,7 @@ class WatchedConnection(SocketActor):
         self.endpoint = endpoint
         self.refusal: RemoteError | None = None
         self.peer_boot: str | None = None
-        self.heard_at = math.inf
+        self.received_at = math.inf
         self.is_gone = False
         self._is_made = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,18 +129,18 @@ class WatchedConnection(SocketActor):
     def is_gone_here(self) -> bool:
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
 
-    def look_again(self) -> None:
+    def resolve_again(self) -> None:
         """Resolve the name: another agent may have its address by now."""
         self._must_look_up.set()
 
     async def has_moved(self, known: str) -> bool:
         if self._naming is not None and self._address == known:
             looked_up = self._looked_up
-            self.look_again()
+            self.resolve_again()
             await looked_up.wait()
         return self._address != known
 
-    def _hear(self, boot: str) -> bool:
+    def _note_boot(self, boot: str) -> bool:
         """Return False for a message of an earlier process."""
         if boot != self.peer_boot:
             if boot in self._earlier:
@@ -149,11 +149,11 @@ class WatchedConnection(SocketActor):
             if before is not None:
                 self._earlier.append(before)
             self._on_boot(boot, before)
-        self.heard_at = asyncio.get_running_loop().time()
+        self.received_at = asyncio.get_running_loop().time()
         return True
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self.heard_at = loop, loop.time()
+        self._loop, self.received_at = loop, loop.time()
         self._pump.start(loop)
         if not self._address:
             self._naming = loop.create_task(self._follow_name())
@@ -204,7 +204,7 @@ class WatchedConnection(SocketActor):
         while not self._must_look_up.is_set():
             due_at = began_at + period_s
             if self._is_made:
-                due_at = max(began_at, self.heard_at) + MAX_NAME_PERIOD_S
+                due_at = max(began_at, self.received_at) + MAX_NAME_PERIOD_S
             if due_at <= now:
                 return
             with anyio.move_on_after(due_at - now):
@@ -233,7 +233,7 @@ class WatchedConnection(SocketActor):
             return
         event, now = _Event(message["event"]), asyncio.get_running_loop().time()
         if event is not _Event.CONNECTED:
-            self.look_again()
+            self.resolve_again()
         if event is _Event.NOT_TAKEN and self._lost_at is not None:
             self._probe_listener(lost_s=now - self._lost_at)
         elif event is _Event.CONNECTED:

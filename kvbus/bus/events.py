@@ -212,22 +212,22 @@ class _Feed(WatchedConnection):
         listener, at = self._owner.listener, self.endpoint
         try:
             event = _read(frames)
-            if not self._hear(event.boot):
+            if not self._note_boot(event.boot):
                 return
             beat = from_body(Heartbeat, event.body) if event.op == Heartbeat.op else None
             missing = self._missing(event) if beat is None else self._missing_tails(beat)
         except ProtocolError:  # ignored
             return
         for topic in missing:
-            self._tell(listener.on_gap, at, event.boot, topic)
+            self._notify(listener.on_gap, at, event.boot, topic)
         if beat is not None:
-            self._tell(listener.on_heartbeat, at, event.boot)
+            self._notify(listener.on_heartbeat, at, event.boot)
         else:
-            self._tell(listener.on_event, at, event)
+            self._notify(listener.on_event, at, event)
 
     def _on_boot(self, boot: str, before: str | None) -> None:
         self._seqs.clear()
-        self._tell(self._owner.listener.on_boot, self.endpoint, boot)
+        self._notify(self._owner.listener.on_boot, self.endpoint, boot)
 
     def _missing(self, event: Notice) -> list[str]:
         """Return the topic if earlier events are missing. Raises `ProtocolError` if old."""
@@ -250,7 +250,7 @@ class _Feed(WatchedConnection):
             raise ProtocolError(f"publisher has more than {MAX_TOPICS} topics")
         self._seqs = seqs
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
         if self.closed:
             return
         try:

@@ -152,9 +152,9 @@ def has_hung_up(frame: zmq.Frame | None) -> bool:
     fd = descriptor_of(frame) if frame is not None else None
     if fd is None:
         return False
-    look = select.poll()
-    look.register(fd, select.POLLRDHUP)
-    return bool(look.poll(0))
+    poller = select.poll()
+    poller.register(fd, select.POLLRDHUP)
+    return bool(poller.poll(0))
 
 
 def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:

@@ -113,7 +113,7 @@ def report_of(outcomes: Sequence[RuleOutcome]) -> str:
             lines += [*([""] if lines else []), f"failed {one.name}: {one.rule}"]
             lines.append(f"  page  {one.page}")
             lines += [f"  seen  {seen}" for seen in one.seen]
-            lines += [f"  times {one.num_wrong} of {one.num_looks} looks"]
+            lines += [f"  times {one.num_wrong} of {one.num_checks} looks"]
     return "".join(f"{printable(line)}\n" for line in (*lines, "", sentence_of(outcomes)))
 
 

@@ -55,7 +55,7 @@ class EngineCommand:
 
     def hush(self) -> None:
         if self._child is not None:
-            self._child.ask_to_end()
+            self._child.request_end()
 
     def fileno(self) -> int | None:
         return None if self._child is None else _pipe(self._child.process.stdout).fileno()

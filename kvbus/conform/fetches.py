@@ -50,8 +50,8 @@ class FetchStage(EngineStage):
         self.land(job)
         self.end(job, Outcome.COMPLETED)
 
-    def check_told(self, job: Job) -> bool:
-        told = self.told_over(job)[:1]
+    def check_reported(self, job: Job) -> bool:
+        told = self.reported_over(job)[:1]
         seen = f"request {job.name}: {told} instead of `completed 0`"
         return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
 
@@ -62,8 +62,8 @@ class FetchStage(EngineStage):
             self._lost.append((self.agent.boot, job))
 
     def settle_lost(self, job: Job) -> bool:
-        self.wait(lambda: self.told_over(job) or job.again)
-        return self.end_well(job) if job.again else bool(self.told_over(job))
+        self.wait(lambda: self.reported_over(job) or job.again)
+        return self.end_well(job) if job.again else bool(self.reported_over(job))
 
     def land(self, job: Job) -> None:
         if job.written == job.name:
@@ -112,8 +112,8 @@ class FetchStage(EngineStage):
             self.book.expect("fetch.blocks", not wrong, seen)
 
     def told(self, job: Job, rule: str, word: str) -> None:
-        self.wait(lambda: self.told_over(job))
-        told = self.told_over(job)
+        self.wait(lambda: self.reported_over(job))
+        told = self.reported_over(job)
         right = len(told) == 1 and told[0].startswith(word)
         self.book.expect(rule, right, f"request {job.name}: {told} instead of `{word}`")
 
@@ -207,15 +207,15 @@ def counts(stage: FetchStage) -> None:
     stage.land(job)
     stage.agent.play(EARLY_S)
     early = f"`fetched {job.name}` before the answer came"
-    stage.book.expect("fetch.completed", not stage.told_over(job), early)
-    ended = stage.end_well(job) and stage.told_over(job)[0] == "completed 0"
-    stage.book.expect("fetch.completed", ended, f"told was {stage.told_over(job)}")
+    stage.book.expect("fetch.completed", not stage.reported_over(job), early)
+    ended = stage.end_well(job) and stage.reported_over(job)[0] == "completed 0"
+    stage.book.expect("fetch.completed", ended, f"told was {stage.reported_over(job)}")
     spoilt = stage.taken(stage.begin(stage.block_size))
     stage.land(spoilt)
     wrong = f"completed {stage.spoil(spoilt)}"
     stage.end(spoilt, Outcome.COMPLETED)
-    stage.wait(lambda: stage.told_over(spoilt))
-    told = stage.told_over(spoilt)
+    stage.wait(lambda: stage.reported_over(spoilt))
+    told = stage.reported_over(spoilt)
     seen = f"told was {told} where `{wrong}` is right: the engine does not read its memory"
     stage.book.expect("fetch.numbers", told == [wrong], seen)
 

@@ -45,8 +45,8 @@ class OfferStage(EngineStage):
     def finish(self, job: Job) -> None:
         self.release(job, Outcome.COMPLETED)
 
-    def check_told(self, job: Job) -> bool:
-        told, tickets = self.told_over(job), self.engine.told("ticket", job.name)
+    def check_reported(self, job: Job) -> bool:
+        told, tickets = self.reported_over(job), self.engine.told("ticket", job.name)
         seen = f"request {job.name}: {told} instead of how it ended"
         ended = self.book.expect("offer.answered", bool(told) and told[0] in set(Outcome), seen)
         times = f"`ticket {job.name}` {len(tickets)} times"
@@ -121,10 +121,10 @@ class OfferStage(EngineStage):
     # An engine ends the offers of a lost agent, or publishes them to the next one. A republished
     # offer is checked as a whole again, and completes.
     def settle_lost(self, job: Job) -> bool:
-        self.wait(lambda: self.told_over(job) or job.again)
+        self.wait(lambda: self.reported_over(job) or job.again)
         if not job.again:
             self.book.untried("offer.again", "the engine ends its offers with their agent")
-            return bool(self.told_over(job))
+            return bool(self.reported_over(job))
         is_reported = self.wait(lambda: self.agent.requests_of(Republished.op))
         violation = f"no `republished` after request {job.name}, which was published again"
         return self.book.expect("offer.again", is_reported, violation) and self.end_well(job)

@@ -322,9 +322,9 @@ class PlayedAgent:
             session.files.add((status.st_dev, status.st_ino))
         elif self.book.expect("attach.size", size == CELLS_BYTES, f"cells of {size:,} bytes"):
             session.cells = memoryview(mapped).cast("Q")
-        return {"sealed": self._look_at_seals(name, fds[0])}
+        return {"sealed": self._check_seals(name, fds[0])}
 
-    def _look_at_seals(self, name: str, fd: int) -> bool:
+    def _check_seals(self, name: str, fd: int) -> bool:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
@@ -374,12 +374,12 @@ class PlayedAgent:
         if session is None:
             self._reply(identity, request.request_id, refusal("stale", "this boot id has ended"))
             return
-        self._look_at_secret(session, request.secret)
+        self._check_secret(session, request.secret)
         session.identity = identity
         again = f"`{request.op}` with id {request.request_id} came again"
         is_new = request.request_id not in session.ids
         if self.book.expect("requests.once", is_new, again):
-            self._look_at_id(session, request.request_id)
+            self._check_id(session, request.request_id)
             held = request.op in self.held and body is not None
             number, op, now = request.request_id, request.op, time.monotonic()
             self.log.append(EngineRequest(session, number, op, body, now, taken=held))
@@ -395,7 +395,7 @@ class PlayedAgent:
         except ProtocolError:
             return None
 
-    def _look_at_secret(self, session: EngineSession, secret: str) -> None:
+    def _check_secret(self, session: EngineSession, secret: str) -> None:
         if session.secret is None:
             shared = [one for one in self.sessions if secret and one.secret == secret]
             told = secret in {session.boot, self.boot}
@@ -405,7 +405,7 @@ class PlayedAgent:
         changed = "a session that has one secret sends another, or none"
         self.book.expect("frames.secret", secret == session.secret, changed)
 
-    def _look_at_id(self, session: EngineSession, request_id: int) -> None:
+    def _check_id(self, session: EngineSession, request_id: int) -> None:
         if session.ids:
             rises, seen = request_id > max(session.ids), f"id {request_id} after {max(session.ids)}"
         else:

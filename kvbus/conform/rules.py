@@ -113,7 +113,7 @@ class RuleOutcome(msgspec.Struct):
     verdict: Verdict
     page: str
     rule: str
-    num_looks: int
+    num_checks: int
     num_wrong: int
     seen: list[str]
 

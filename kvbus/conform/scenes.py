@@ -31,7 +31,7 @@ def late(stage: EngineStage) -> None:
     stage.agent.answer(request)
     ended = stage.goes_on(job)
     stage.book.expect("requests.late_answer", ended, f"request {job.name} did not go on")
-    _asked_once(stage, job)
+    _requested_once(stage, job)
 
 
 def other_order(stage: EngineStage) -> None:
@@ -94,7 +94,7 @@ def silence(stage: EngineStage) -> None:
     stage.agent.play(SILENT_S)
     pings = stage.agent.requests_of(Ping.op, before)
     stage.book.expect("requests.ping", bool(pings), f"no `ping` in {SILENT_S:g} s of silence")
-    _asked_once(stage, job)
+    _requested_once(stage, job)
     stage.agent.silent = False
     ended = stage.goes_on(job)
     stage.book.expect("ends.silence", ended, f"request {job.name} did not go on")
@@ -130,7 +130,7 @@ def _held(stage: EngineStage) -> tuple[Job, EngineRequest]:
         return job, stage.request_of(job)
 
 
-def _asked_once(stage: EngineStage, job: Job) -> None:
+def _requested_once(stage: EngineStage, job: Job) -> None:
     num_asked = len(stage.requests(job))
     seen = f"request {job.name} was asked for {num_asked} times"
     stage.book.expect("requests.once", num_asked <= 1, seen)

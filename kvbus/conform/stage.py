@@ -98,14 +98,14 @@ class EngineStage(ABC):
         """Complete the job."""
 
     @abstractmethod
-    def check_told(self, job: Job) -> bool:
+    def check_reported(self, job: Job) -> bool:
         """Check the engine's lines about a completed job."""
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         job.over = not job.again  # the engine may have republished already
 
     def settle_lost(self, job: Job) -> bool:
-        return self.wait(lambda: self.told_over(job))
+        return self.wait(lambda: self.reported_over(job))
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -153,7 +153,7 @@ class EngineStage(ABC):
             if self.name_of(request.body) == name
         ]
 
-    def told_over(self, job: Job) -> list[str]:
+    def reported_over(self, job: Job) -> list[str]:
         return self.engine.told(self.over_word, job.name)
 
     def request_of(self, job: Job) -> EngineRequest:
@@ -180,12 +180,12 @@ class EngineStage(ABC):
         return self.seen_over(*jobs)
 
     def seen_over(self, *jobs: Job) -> bool:
-        in_time = self.wait(lambda: all(map(self.told_over, jobs)))
-        missing = [job.name for job in jobs if not self.told_over(job)]
+        in_time = self.wait(lambda: all(map(self.reported_over, jobs)))
+        missing = [job.name for job in jobs if not self.reported_over(job)]
         self.book.expect(
             f"{self.op}.told", not missing, f"no `{self.over_word}` line for {missing}"
         )
-        right = [self.check_told(job) for job in jobs]
+        right = [self.check_reported(job) for job in jobs]
         return in_time and all(right)
 
     def use_all_blocks(self, rule: str) -> None:
@@ -211,6 +211,6 @@ class EngineStage(ABC):
 
     def check_once(self) -> None:
         for job in self.jobs.values():
-            told = self.told_over(job)
+            told = self.reported_over(job)
             seen = f"`{self.over_word} {job.name}` {len(told)} times"
             self.book.expect(f"{self.op}.told", len(told) <= 1, seen)

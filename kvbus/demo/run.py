@@ -115,26 +115,26 @@ class Run:
                     tasks.start_soon(worker)
             self.wait_for("all blocks to come back")
             self.report.leaks = {
-                role: await engine.ask(int, "settle") for role, engine in engines.items()
+                role: await engine.request(int, "settle") for role, engine in engines.items()
             }
 
     async def _serve(self, served: Served, prefill: EngineChild, decode: EngineChild) -> None:
         """Hand over the KV while it is computed; then generate after prefill's first token."""
-        ask_prefill = partial(prefill.ask, request_id=served.request_id)
-        ask_decode = partial(decode.ask, request_id=served.request_id)
+        request_prefill = partial(prefill.request, request_id=served.request_id)
+        request_decode = partial(decode.request, request_id=served.request_id)
         num_tokens, num_new = len(encode(served.prompt)), self.options.max_new_tokens - 1
         try:
-            ticket = await ask_prefill(dict[str, Any], "prefill", prompt=served.prompt)
+            ticket = await request_prefill(dict[str, Any], "prefill", prompt=served.prompt)
 
             async def fetch() -> None:
-                served.timed = await ask_decode(
+                served.timed = await request_decode(
                     TimedFetch, "fetch", ticket=ticket, num_tokens=num_tokens, num_new=num_new
                 )
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(fetch)
-                served.first = first = await ask_prefill(Step, "compute")
-            served.steps = await ask_decode(
+                served.first = first = await request_prefill(Step, "compute")
+            served.steps = await request_decode(
                 list[Step], "generate", token=first.token, num_new=num_new
             )
         except* RequestRefused as errors:

@@ -24,7 +24,7 @@ from kvbus.agent.data_plane import choose_interfaces, is_on_loopback, without_li
 from kvbus.agent.sources import variable
 from kvbus.bus import ClientCurve, SocketOptions, new_context, open_router, port_range
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
-from kvbus.doctor.peers import AskedAgent, address_of, faults_of, how_kv_comes
+from kvbus.doctor.peers import QueriedAgent, address_of, faults_of, how_kv_comes
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.trusted import TrustedKeys
 from kvbus.memory.attach.socket_paths import check_path_length, prepare_folder
@@ -113,7 +113,7 @@ def _holder(peer_bind: str, curve: ClientCurve | None) -> AgentStatus | None:
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             host = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
             with contextlib.suppress(KVBusError):
-                return AskedAgent(f"tcp://{host}:{port}", curve).status()
+                return QueriedAgent(f"tcp://{host}:{port}", curve).status()
     return None
 
 

@@ -14,7 +14,7 @@ from kvbus.doctor.agents import check_agents, wanted_agents
 from kvbus.doctor.data_plane import check_cuda, check_nixl
 from kvbus.doctor.finding import WARNING, Finding, Report
 from kvbus.doctor.host import check_limits, check_memory, check_versions
-from kvbus.doctor.peers import AskedAgent, check_peer
+from kvbus.doctor.peers import QueriedAgent, check_peer
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.client_options import KeyFile, ServerKey, curve_of
 from kvbus.options import with_options
@@ -155,12 +155,14 @@ def _checked(family: str, check: Check) -> Iterable[Finding]:
         )
 
 
-def _peer(option: str, endpoint: str, key_file: Path | None, server_key: str) -> AskedAgent | None:
+def _peer(
+    option: str, endpoint: str, key_file: Path | None, server_key: str
+) -> QueriedAgent | None:
     if not endpoint:
         return None
     try:
         convert(endpoint, Endpoint)
-        return AskedAgent(endpoint, curve_of(key_file, server_key))
+        return QueriedAgent(endpoint, curve_of(key_file, server_key))
     except ValidationError as error:
         raise ConfigError(f"{option}: {endpoint!r} is not tcp://HOST:PORT") from error
     except ConfigError as error:

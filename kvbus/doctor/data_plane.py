@@ -49,7 +49,7 @@ WHY_AND_FIX = {
         "is in the container.",
     ),
 }
-_TELL = {
+_LOGGED = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "info",
     "UCX_LOG_FILE": "stderr",
@@ -100,7 +100,7 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
         if way == RDMA and not rdma_devices():
             continue
         tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
-        env = {**_TELL, "UCX_TLS": tls} if tls else _TELL
+        env = {**_LOGGED, "UCX_TLS": tls} if tls else _LOGGED
         with waiting_for(f"a NIXL READ, {way}"):
             ended = _run_pair("nixl", float, limit_s, env)
         version = _UCX_VERSION.search(ended.log)
@@ -225,8 +225,8 @@ async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, st
             start(f"{kind} target", "kvbus.doctor.data_plane", kind, "target") as target,
             start(f"{kind} reader", "kvbus.doctor.data_plane", kind, "reader") as reader,
         ):
-            lent = await target.ask(dict[str, Any], "lend")
-            return await reader.ask(answer, "measure", **lent)
+            lent = await target.request(dict[str, Any], "lend")
+            return await reader.request(answer, "measure", **lent)
 
 
 def _why(error: KVBusError, log: str) -> str:
@@ -240,7 +240,7 @@ class CudaMemory:
     def lend(self) -> GpuMemory:
         from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
-        with _told():
+        with _logged():
             version, gpus = cuda.seen_gpus()
             self._lent = cuda.allocate_cuda(_NUM_SHARED, "cuda:0")
             self._lent.tensor.fill_(_MARK)[0].item()  # waits for the GPU
@@ -253,7 +253,7 @@ class CudaMemory:
 
         seen = msgspec.convert(lent, GpuMemory)
         with (
-            _told(),
+            _logged(),
             cuda.CudaMapping(
                 seen.device, seen.handle, offset_bytes=seen.offset_bytes, size_bytes=seen.size_bytes
             ) as mapping,
@@ -264,7 +264,7 @@ class CudaMemory:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _logged() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, AssertionError, ImportError) as error:  # torch asserts CUDA

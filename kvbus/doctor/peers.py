@@ -11,7 +11,7 @@ import anyio
 from msgspec import structs
 
 from kvbus.agent.identity import machine_id, mount_namespace, sharing
-from kvbus.bus import ClientCurve, agent_client, ask_agent
+from kvbus.bus import ClientCurve, agent_client, call_agent
 from kvbus.bus.connection import look_up
 from kvbus.bus.sockets import host_of
 from kvbus.clocks import ClockOffset, Exchange
@@ -32,18 +32,18 @@ APART_S = 1.0
 """Offset from which log lines of one handoff appear out of order."""
 LEADS_TO = "Fetches from this agent fail here with "
 NOTHING = AgentStatus("", AgentRole.DECODE, {}, draining=False, counts={})
-LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that you ask with."
+SEE_AGENT = "See that the agent runs, is not stopped, and trusts the key that you ask with."
 
 
 @dataclass(frozen=True, slots=True)
-class AskedAgent:
+class QueriedAgent:
     endpoint: str
     curve: ClientCurve | None = None
     told: AgentStatus = NOTHING
 
-    def ask(self, message: Request[R]) -> R:
+    def request(self, message: Request[R]) -> R:
         async def run() -> R:
-            return await ask_agent(self.endpoint, message, timeout_s=ANSWER_S, curve=self.curve)
+            return await call_agent(self.endpoint, message, timeout_s=ANSWER_S, curve=self.curve)
 
         with waiting_for(f"{self.endpoint} to answer"):
             return anyio.run(run)
@@ -53,12 +53,12 @@ class AskedAgent:
         problem = connect_problem(host_of(self.endpoint), int(self.endpoint.rpartition(":")[2]))
         if problem:
             raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
-        return self.ask(Status(faults=True))
+        return self.request(Status(faults=True))
 
-    def about(self, other: "AskedAgent") -> "AskedAgent":
+    def about(self, other: "QueriedAgent") -> "QueriedAgent":
         key = other.curve.server_key if other.curve else ""
         endpoints = dict.fromkeys((other.told.peer_endpoint or other.endpoint, other.endpoint))
-        answers = [self.ask(Status(peer=at, key=key)) for at in endpoints]
+        answers = [self.request(Status(peer=at, key=key)) for at in endpoints]
         return replace(self, told=max(answers, key=_knows))
 
     @property
@@ -92,12 +92,12 @@ def connect_problem(host: str, port: int) -> str:
     return ""
 
 
-def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
+def check_peer(peer: QueriedAgent, reader: QueriedAgent | None = None) -> Iterator[Finding]:
     """``reader`` is the decode agent that reads from it."""
     try:
         peer = replace(peer, told=peer.status())
     except KVBusError as error:
-        fix, command = LOOK_THERE, ""
+        fix, command = SEE_AGENT, ""
         if error.code is ErrorCode.PEER_UNREACHABLE:
             fix, command = (
                 "See that an interface with a route there is up here, and that the other machine "
@@ -123,7 +123,7 @@ def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[F
 
 
 def _finding(
-    peer: AskedAgent,
+    peer: QueriedAgent,
     subject: str,
     severity: Severity,
     found: str,
@@ -133,26 +133,26 @@ def _finding(
     return Finding(f"peer.{subject}", severity, found, values, *reasons)
 
 
-def _answers_short(peer: AskedAgent) -> bool:
+def _answers_short(peer: QueriedAgent) -> bool:
     try:
-        peer.ask(Trace())
+        peer.request(Trace())
     except KVBusError:
         return False
     return True
 
 
-def _packets(peer: AskedAgent) -> Finding:
+def _packets(peer: QueriedAgent) -> Finding:
     """The agent echoes a request of full size."""
     try:
-        peer.ask(Status(echo=PADDING))
+        peer.request(Status(echo=PADDING))
     except RequestTimeout:
         return _packets_lost(peer)
     except KVBusError as error:
-        return _finding(peer, "packets", ERROR, error.message, "It answered before.", LOOK_THERE)
+        return _finding(peer, "packets", ERROR, error.message, "It answered before.", SEE_AGENT)
     return _finding(peer, "packets", OK, "packets of full size come there, and back")
 
 
-def _packets_lost(peer: AskedAgent) -> Finding:
+def _packets_lost(peer: QueriedAgent) -> Finding:
     return _finding(
         peer,
         "packets",
@@ -179,7 +179,7 @@ def faults_of(name: str, status: AgentStatus) -> Finding:
     )
 
 
-def _data(peer: AskedAgent) -> Finding:
+def _data(peer: QueriedAgent) -> Finding:
     ends = [(one, *one.rsplit(":", 1)) for one in peer.told.data_endpoints]
     problems = {one: connect_problem(host, int(port)) for one, host, port in ends}
     if not problems:
@@ -201,11 +201,11 @@ def _data(peer: AskedAgent) -> Finding:
     )
 
 
-def _check_pair(peer: AskedAgent, reader: AskedAgent) -> Iterator[Finding]:
+def _check_pair(peer: QueriedAgent, reader: QueriedAgent) -> Iterator[Finding]:
     try:
         reader = replace(reader, told=reader.status())
     except KVBusError as error:
-        why, fix = "The two are not compared.", f"See that it is reached from here. {LOOK_THERE}"
+        why, fix = "The two are not compared.", f"See that it is reached from here. {SEE_AGENT}"
         yield _finding(reader, "from", ERROR, error.message, why, fix)
         return
     its = reader.told.sharing
@@ -235,7 +235,7 @@ def _check_pair(peer: AskedAgent, reader: AskedAgent) -> Iterator[Finding]:
     yield how_kv_comes("peer.one_machine", peer.told, reader.told)
 
 
-def _keys(peer: AskedAgent, reader: AskedAgent) -> Finding:
+def _keys(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
     has_key = [one for one in (peer, reader) if one.view.server_key]
     if not has_key:
         return _finding(peer, "keys", OK, "both agents are without keys")
@@ -261,7 +261,7 @@ def _keys(peer: AskedAgent, reader: AskedAgent) -> Finding:
     return _finding(peer, "keys", ERROR, "; ".join(problems), why, fix, "; ".join(commands))
 
 
-def _handshake(peer: AskedAgent, reader: AskedAgent) -> Finding:
+def _handshake(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
     view = reader.view
     severity, why, fix = NOTE, "", ""
     if view.problem:
@@ -328,9 +328,9 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
         return f"{theirs.path}: {error.strerror}"
 
 
-def _clock(peer: AskedAgent) -> Finding:
+def _clock(peer: QueriedAgent) -> Finding:
     try:
-        clock = anyio.run(_ask_clock, peer)
+        clock = anyio.run(_query_clock, peer)
     except KVBusError as error:
         found = f"not looked at, as the agent does not tell its wall clock: {error.message}"
         return _finding(peer, "clock", NOTE, found)
@@ -350,11 +350,11 @@ def _clock(peer: AskedAgent) -> Finding:
     )
 
 
-async def _ask_clock(peer: AskedAgent) -> ClockOffset:
+async def _query_clock(peer: QueriedAgent) -> ClockOffset:
     exchanges: list[Exchange] = []
     async with agent_client(peer.endpoint, curve=peer.curve) as client:
         for _ in range(NUM_EXCHANGES):
             sent_s = time.time()
-            answer = await client.ask(Trace(), timeout_s=ANSWER_S)
+            answer = await client.request(Trace(), timeout_s=ANSWER_S)
             exchanges.append(Exchange(sent_s, answer.wall_s, time.time()))
     return ClockOffset.of(exchanges)

@@ -28,7 +28,7 @@ from kvbus.protocol.message import R, Request, from_body, to_body
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
-LOOK_S = 1.0
+CHECK_S = 1.0
 ENDS_WITHIN_S = 1.0
 """A process that exits closes its connections first."""
 IPC = "ipc://"
@@ -121,7 +121,7 @@ class Connection:
     async def request(self, message: Request[R], *, timeout_s: float = 0.0) -> R:
         """Raise `RequestRefused`, `RequestTimeout` and `PeerLost`."""
         timeout_s = timeout_s or self._request_timeout_s
-        return await self._open_client().ask(message, timeout_s=timeout_s)
+        return await self._open_client().request(message, timeout_s=timeout_s)
 
     def send(
         self,
@@ -189,7 +189,7 @@ class Connection:
 
     async def _watch_silence(self, client: RequestClient) -> None:
         while self.lost is None:
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(CHECK_S)
             self.events.on_silence(client.silent_s)
 
     def _lose(self, error: KVBusError) -> None:

@@ -53,8 +53,8 @@ class FetchRequest(PendingRequest[StartFetch]):
         self.timer: asyncio.TimerHandle | None = None
         self.notice: Fetched | None = None
         """Stage ``silent`` means a stopped agent."""
-        self.cancelled_with: bool | None = None
-        """``release_offer`` of a cancellation that was sent."""
+        self.is_cancelled = self.releases_offer = False
+        """By a cancellation that was sent."""
 
     @property
     def fetch_id(self) -> str:
@@ -161,7 +161,7 @@ class Fetches(RequestRetrier[FetchRequest]):
             if one.notice is not None:
                 one.free()
                 return
-            if one.cancelled_with is not None:  # the agent refuses the cancellation, too
+            if one.is_cancelled:  # the agent refuses the cancellation, too
                 self._end_cancelled(one, is_lost=False)
                 return
         super().on_refusal(connection, one, error)
@@ -180,9 +180,7 @@ class Fetches(RequestRetrier[FetchRequest]):
     def cancel(self, fetch: FetchRequest, release_offer: bool, done: Completion[None]) -> None:
         is_away, is_waiting = fetch in self._away, self.remove(fetch)
         if is_away or is_waiting:
-            error = _cancelled()
-            ended = failed(fetch, error, stage=LOST if is_away or fetch.is_repeated else REQUESTED)
-            self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
+            self._end_cancelled(fetch, is_lost=is_away)
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
         is_committed = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
         connection = fetch.connection
@@ -201,7 +199,7 @@ class Fetches(RequestRetrier[FetchRequest]):
             was_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
             done.settle(reply if isinstance(reply, KVBusError) and not was_refused else None)
 
-        fetch.cancelled_with = release_offer or bool(fetch.cancelled_with)
+        fetch.is_cancelled, fetch.releases_offer = True, fetch.releases_offer or release_offer
         try:
             connection.send(CancelFetch(fetch.fetch_id, release_offer), answer)
         except KVBusError as error:
@@ -277,7 +275,7 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def _on_agent_ended(self, connection: Connection, error: KVBusError) -> None:
         for fetch in [one for one, earlier in self._away.items() if earlier is connection]:
-            if fetch.notice is None and fetch.cancelled_with is not None:
+            if fetch.notice is None and fetch.is_cancelled:
                 self._end_cancelled(fetch, is_lost=True)
             self._remove_away(fetch)
             if fetch.notice is not None:
@@ -304,10 +302,10 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def _end_cancelled(self, fetch: FetchRequest, *, is_lost: bool) -> None:
         """End a fetch that no agent knows, or ends with its agent; release its offer if wanted."""
-        error = _cancelled()
+        error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
         ended = failed(fetch, error, stage=LOST if is_lost or fetch.is_repeated else REQUESTED)
         self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
-        if fetch.cancelled_with:
+        if fetch.releases_offer:
             self.releases.add(dict(fetch.message.ticket))
 
     def _end(self, fetch: FetchRequest, ended: Fetched, error: KVBusError) -> None:
@@ -377,10 +375,6 @@ class _Releases:
                 notice.code,
             )
         self.begin()
-
-
-def _cancelled() -> LocalError:
-    return LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
 
 
 def failed(

@@ -27,10 +27,10 @@ from kvbus.errors import PeerLost, RequestRefused
 from kvbus.spawn import Child, write_agent_config
 
 STARTS_WITHIN_S = 60.0
-LOOK_S = 0.05
+CHECK_S = 0.05
 ENDED = "the agent has ended with status"
 MAX_LOG_BYTES = 64 << 20
-LOOK_AT_LOG_S = 10.0
+CHECK_LOG_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class KeptAgent:
                     with suppress(PeerLost, RequestRefused):  # not yet up
                         welcome = portal.call(query_agent, attach)
                         return cls(attach, welcome.peer_endpoint, welcome.server_key)
-                    time.sleep(LOOK_S)
+                    time.sleep(CHECK_S)
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise PeerLost(
             f"the agent beside this process did not start; its log {log} ends with\n{tail}"
@@ -88,10 +88,10 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
     with Child.start(f"{role} agent", command, log=Path(log)) as agent:
         ended = os.pidfd_open(agent.pid)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: agent.ask_to_end())
-        while not select.select([watched, ended], [], [], LOOK_AT_LOG_S)[0]:
+            signal.signal(number, lambda *_: agent.request_end())
+        while not select.select([watched, ended], [], [], CHECK_LOG_S)[0]:
             bound_log(Path(log), MAX_LOG_BYTES)
-        agent.ask_to_end()
+        agent.request_end()
         status = agent.process.wait()
     if status == 0:
         shutil.rmtree(Path(config).parent)  # after a failure, its log is needed

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 Settings = Mapping[str, str | float | list[str]]
 
 
-class Question(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChildRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     id: int
     do: str
     given: dict[str, Any] = msgspec.field(name="with", default_factory=dict)
@@ -57,21 +57,21 @@ class EngineChild:
         self.child = child
         self._reader, self._writer = reader, writer
         self._pending: dict[int, asyncio.Future[Answer]] = {}
-        self._num_asked = 0
+        self._num_requests = 0
 
-    async def ask(self, kind: type[T], do: str, **given: Any) -> T:
+    async def request(self, kind: type[T], do: str, **given: Any) -> T:
         """Return the reply, decoded as ``kind``; raise `RequestRefused` for an error in the child.
 
         If the process ends, the block of `engine_process` is cancelled.
         """
-        self._num_asked += 1
-        question = Question(self._num_asked, do, given)
-        answered = self._pending[question.id] = asyncio.get_running_loop().create_future()
+        self._num_requests += 1
+        request = ChildRequest(self._num_requests, do, given)
+        answered = self._pending[request.id] = asyncio.get_running_loop().create_future()
         try:
-            await _send(self._writer, question)
+            await _send(self._writer, request)
             answer = await answered
         finally:
-            del self._pending[question.id]
+            del self._pending[request.id]
         if answer.error is not None:
             raise RequestRefused(answer.error, code=answer.code)
         return msgspec.json.decode(answer.reply, type=kind)
@@ -125,26 +125,26 @@ async def agent_process(
         await child.ended()
         raise child.lost()
 
-    async with _running(child, watch, child.ask_to_end):
+    async with _running(child, watch, child.request_end):
         yield child
 
 
 @asynccontextmanager
 async def _running(
-    child: Child, watch: Callable[[], Coroutine[Any, Any, None]], ask_to_end: Callable[[], None]
+    child: Child, watch: Callable[[], Coroutine[Any, Any, None]], request_end: Callable[[], None]
 ) -> AsyncIterator[None]:
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             yield
             tasks.cancel_scope.cancel()
-        ask_to_end()
+        request_end()
         with anyio.move_on_after(END_TIMEOUT_S):
             await child.ended()
         if child.process.poll() != 0:
             raise child.lost(f"did not end within {END_TIMEOUT_S:g} s")
     finally:
-        ask_to_end()
+        request_end()
         await child.end_async()
 
 
@@ -152,19 +152,19 @@ async def serve(engine: object) -> None:
     stdin = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
 
-    async def answer(question: Question) -> None:
+    async def answer(request: ChildRequest) -> None:
         try:
-            reply = getattr(engine, question.do)(**question.given)
+            reply = getattr(engine, request.do)(**request.given)
             if isinstance(reply, Awaitable):
                 reply = await reply
-            await _send(writer, Answer(question.id, msgspec.Raw(msgspec.json.encode(reply))))
+            await _send(writer, Answer(request.id, msgspec.Raw(msgspec.json.encode(reply))))
         except* KVBusError as errors:
             first = leaves(errors)[0]
-            await _send(writer, Answer(question.id, code=first.code, error=first.message))
+            await _send(writer, Answer(request.id, code=first.code, error=first.message))
 
     async with anyio.create_task_group() as tasks:
-        async for question in _lines(reader, Question):
-            tasks.start_soon(answer, question)
+        async for request in _lines(reader, ChildRequest):
+            tasks.start_soon(answer, request)
         tasks.cancel_scope.cancel()
     writer.close()
 
@@ -180,7 +180,7 @@ def run_program(main: Callable[[], Awaitable[None]]) -> None:
         raise SystemExit(1)
 
 
-async def _send(writer: asyncio.StreamWriter, message: Question | Answer) -> None:
+async def _send(writer: asyncio.StreamWriter, message: ChildRequest | Answer) -> None:
     with suppress(OSError):
         writer.write(msgspec.json.encode(message) + b"\n")
         await writer.drain()

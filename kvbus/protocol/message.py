@@ -205,11 +205,11 @@ def event(*ops: str) -> Callable[[type[M]], type[M]]:
     return declare
 
 
-def may_ask(roles: Iterable[Role], op: str) -> bool:
+def may_request(roles: Iterable[Role], op: str) -> bool:
     return not _ASKERS.get(op, frozenset()).isdisjoint(roles)
 
 
-def may_hear(roles: Iterable[str]) -> bool:
+def may_subscribe(roles: Iterable[str]) -> bool:
     return not HEARS_EVENTS.isdisjoint(roles)
 
 

@@ -34,48 +34,48 @@ STYLES = {"prefill": "cyan", "decode": "green"}
 
 
 @dataclass(slots=True)
-class Questions:
+class TraceQuery:
     name: str
     keys: KeyPair | None
     timeout_s: float
     traces: dict[str, AgentTrace] = field(default_factory=dict)
     problems: dict[str, KVBusError] = field(default_factory=dict)
 
-    async def ask(self, agents: Sequence[OtherAgent]) -> None:
+    async def request(self, agents: Sequence[OtherAgent]) -> None:
         """Query also agents that others name, and those without spans again, by ids."""
         by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
         agent_at = {one.endpoint: one for one in agents}
-        await self._ask_all(agents, by_name)
+        await self._query_all(agents, by_name)
         others = [one for trace in self.traces.values() for one in trace.answer.agents]
         named = [one for one in dict.fromkeys(others) if one.endpoint not in agent_at]
         agent_at |= {one.endpoint: one for one in named}
-        await self._ask_all(named, by_name)
+        await self._query_all(named, by_name)
         without_spans = [agent_at[at] for at, trace in self.traces.items() if not trace.spans]
         if len(without_spans) < len(self.traces):  # the others give the ids
             ids = {key: self._id(key) for key in ("request_id", "offer_id", "fetch_id")}
-            await self._ask_all(without_spans, Trace(**ids))
+            await self._query_all(without_spans, Trace(**ids))
 
     @property
     def told(self) -> list[AgentTrace]:
         """One trace per agent, even if it has two addresses."""
         return list({one.answer.boot: one for one in self.traces.values()}.values())
 
-    async def _ask_all(self, agents: Sequence[OtherAgent], question: Trace) -> None:
+    async def _query_all(self, agents: Sequence[OtherAgent], request: Trace) -> None:
         async with anyio.create_task_group() as tasks:
             for agent in agents:
-                tasks.start_soon(self._ask_one, agent, question)
+                tasks.start_soon(self._query_one, agent, request)
 
-    async def _ask_one(self, agent: OtherAgent, question: Trace) -> None:
+    async def _query_one(self, agent: OtherAgent, request: Trace) -> None:
         at, curve = agent.endpoint, None
         if self.keys is not None and agent.server_key:
             curve = ClientCurve(self.keys, agent.server_key)
         exchanges: list[Exchange] = []
         try:
             async with agent_client(at, curve=curve) as client:
-                answer = await client.ask(question, timeout_s=self.timeout_s)
+                answer = await client.request(request, timeout_s=self.timeout_s)
                 for _ in range(NUM_EXCHANGES):
                     sent_s = time.monotonic()
-                    clock = await client.ask(Trace(), timeout_s=self.timeout_s)
+                    clock = await client.request(Trace(), timeout_s=self.timeout_s)
                     exchanges.append(Exchange(sent_s, clock.now_s, time.monotonic()))
         except KVBusError as error:
             self.problems[at] = error
@@ -117,19 +117,19 @@ def trace(
     """Show one request over all agents, on one clock, and where its time went."""
     keys, server_keys = curves_of(key_file, server_key or [], len(peer))
     agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
-    questions = Questions(request_id, keys, timeout)
+    query = TraceQuery(request_id, keys, timeout)
     with waiting_for(f"{' and '.join(peer)} to answer"):
-        anyio.run(questions.ask, agents)
-    for endpoint, problem in questions.problems.items():
+        anyio.run(query.request, agents)
+    for endpoint, problem in query.problems.items():
         if isinstance(problem, ConfigError):
             raise problem
         warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
         typer.echo(printable(warning), err=True)
-    timeline = Timeline.of(questions.told, now_s=time.monotonic())
+    timeline = Timeline.of(query.told, now_s=time.monotonic())
     if not timeline.agents:
-        raise KVBusError(_unknown(questions))
+        raise KVBusError(_unknown(query))
     if as_one_json:
-        write_json(_as_map(timeline, questions))
+        write_json(_as_map(timeline, query))
         return
     _draw(timeline, Console())
 
@@ -145,23 +145,23 @@ def _draw(timeline: Timeline, console: Console) -> None:
         console.print(Text(failed, style="red"), soft_wrap=True)
 
 
-def _unknown(questions: Questions) -> str:
-    if not questions.traces:
+def _unknown(query: TraceQuery) -> str:
+    if not query.traces:
         return (
             "no agent answered, so nothing is known; see that --peer is the peer address of one, "
             "and what kvbus doctor --only peer --peer says of the way there"
         )
-    heard = ", ".join(one.answer.agent_id for one in questions.told)
+    names = ", ".join(one.answer.agent_id for one in query.told)
     return (
-        f"no agent remembers '{questions.name}': asked {heard}. Agents forget the oldest of what "
+        f"no agent remembers '{query.name}': asked {names}. Agents forget the oldest of what "
         "has ended (max_ended_bytes), and all of it when they end"
     )
 
 
-def _as_map(timeline: Timeline, questions: Questions) -> dict[str, object]:
+def _as_map(timeline: Timeline, query: TraceQuery) -> dict[str, object]:
     """Times are in seconds from the start of the timeline."""
     return {
-        "id": questions.name,
+        "id": query.name,
         "total_s": timeline.total_s,
         "verdict": failure_of(timeline) or timeline.verdict(),
         "shares_s": timeline.shares(),
@@ -185,7 +185,7 @@ def _as_map(timeline: Timeline, questions: Questions) -> dict[str, object]:
             }
             for one in timeline.agents
         ],
-        "problems": {at: error.message for at, error in questions.problems.items()},
+        "problems": {at: error.message for at, error in query.problems.items()},
     }
 
 

@@ -33,7 +33,7 @@ from tests.sim.world import World
 
 REQUEST_S = 1e4
 """A live agent replies, however long it was frozen."""
-LOOK_S = 0.05
+CHECK_S = 0.05
 POISON = 0xA5
 GROUP = "full"
 Segments: TypeAlias = Iterator[tuple[wire.PassSegment, SharedSegment]]
@@ -202,14 +202,14 @@ class SimEngine:
         while True:
             agent = self._find_agent()
             if agent is None or not agent.is_up:
-                await anyio.sleep(LOOK_S)
+                await anyio.sleep(CHECK_S)
                 continue
             self._lost = anyio.Event()
             async with anyio.create_task_group() as tasks:
                 try:
                     await self._open(agent, tasks)
                 except (KVBusError, _HungUpError):
-                    await anyio.sleep(LOOK_S)
+                    await anyio.sleep(CHECK_S)
                 else:
                     self.agent, self.is_ready = agent, True
                     self.on_ready()
@@ -479,7 +479,7 @@ class DecodeEngine(SimEngine):
             self.ledger.skip_fetch(handoff)
             return
         handoff.target = blocks
-        handoff.fetcher, handoff.asked_at = self, self.world.now
+        handoff.fetcher, handoff.requested_at = self, self.world.now
         first = plan.first_token // self.spec.groups[0].block_size
         handoff.asked = wire.StartFetch(
             fetch_id=handoff.name,
@@ -543,7 +543,7 @@ class DecodeEngine(SimEngine):
             self._ask_for(handoff)
 
     def _left_s(self, handoff: Handoff) -> float:
-        return max(0.0, handoff.asked_at + handoff.plan.timeout_s - self.world.now)
+        return max(0.0, handoff.requested_at + handoff.plan.timeout_s - self.world.now)
 
     def _see_deadline(self, handoff: Handoff) -> None:
         if handoff in self._away and not self._left_s(handoff):

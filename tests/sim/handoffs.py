@@ -95,7 +95,7 @@ class Handoff:
     attempts: int = 0
     code: str = ""
     num_bytes: int = 0
-    asked_at: float = 0.0
+    requested_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -178,8 +178,8 @@ class Ledger:
             self.fail(handoff, "its fetch ended twice")
         handoff.is_ended, handoff.ended_as, handoff.code = True, outcome, code
         self.ends[handoff.end] += 1
-        took_s, allowed_s = self.world.now - handoff.asked_at, handoff.plan.timeout_s + GRACE_S
-        is_late = took_s > allowed_s + LATE_S + self.late_s(handoff, handoff.asked_at)
+        took_s, allowed_s = self.world.now - handoff.requested_at, handoff.plan.timeout_s + GRACE_S
+        is_late = took_s > allowed_s + LATE_S + self.late_s(handoff, handoff.requested_at)
         if is_late and outcome != "lost":  # an engine that leaves waits for its blocks
             self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
         if outcome == "failed" and code in PASSING:
@@ -193,10 +193,10 @@ class Ledger:
 
     def _check_repeated(self, handoff: Handoff) -> None:
         """Check that it had its time, and a reason not to get its bytes."""
-        now, ends_at = self.world.now, handoff.asked_at + handoff.plan.timeout_s
+        now, ends_at = self.world.now, handoff.requested_at + handoff.plan.timeout_s
         if now < ends_at - SPARE_S:
             self.fail(handoff, f"failed {ends_at - now:.1f} s before its deadline, not repeated")
-        began_at = max(self.quiet_since(), handoff.sealed_at, handoff.asked_at)
+        began_at = max(self.quiet_since(), handoff.sealed_at, handoff.requested_at)
         if not handoff.released and now - began_at > QUIET_S:
             self.fail(handoff, f"failed though nothing went wrong for {now - began_at:.1f} s")
 

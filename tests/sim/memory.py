@@ -68,7 +68,7 @@ class _Connection:
         self._ended = self.loop.create_future()
         sockets.connections.append(self)
 
-    async def ask(self, message: Any) -> Any:
+    async def request(self, message: Any) -> Any:
         answered: asyncio.Future[Any] = self.loop.create_future()
         self.server.loop.call_soon(self._start, message, answered)
         await asyncio.wait([answered, self._ended], return_when=asyncio.FIRST_COMPLETED)

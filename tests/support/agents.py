@@ -151,10 +151,10 @@ class AgentProcess:
         self._running.process.kill()
         self._running.process.wait()
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Signal it, also when it is stopped; `end` follows."""
         if self.process is not None:
-            self.process.ask_to_end()
+            self.process.request_end()
 
     def end(self) -> None:
         """Wait for its end, or make one."""
@@ -335,7 +335,7 @@ class Agents:
     def end(self) -> None:
         """End all agents, also stopped and hung ones."""
         for agent in self.all:
-            agent.ask_to_end()
+            agent.request_end()
         for agent in self.all:
             agent.end()
 

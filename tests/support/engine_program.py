@@ -456,7 +456,7 @@ class EngineProcess:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             if line.endswith(b"\n"):
-                self._hear(msgspec.json.decode(line))
+                self._note_boot(msgspec.json.decode(line))
         assert self._process is not None
         await asyncio.to_thread(self._process.wait)
         if self._writer is not None:
@@ -467,7 +467,7 @@ class EngineProcess:
         self.asked.clear()
         self.on_end()
 
-    def _hear(self, told: Told) -> None:
+    def _note_boot(self, told: Told) -> None:
         notice, asked = told["is"], self.asked.get(told.get("key", -1))
         if notice == "up":
             self.up.set()

@@ -240,9 +240,9 @@ class Manager(CommonKVManager):
 class BootstrapServer(CommonKVBootstrapServer):
     def _setup_routes(self) -> None:
         super()._setup_routes()
-        self.app.router.add_get(PLACE, self._tell_place)
+        self.app.router.add_get(PLACE, self._reply_with_place)
 
-    async def _tell_place(self, _: web.Request) -> web.Response:
+    async def _reply_with_place(self, _: web.Request) -> web.Response:
         try:
             agent = await query_agent(Options.of_environment().attach)
         except KVBusError as error:

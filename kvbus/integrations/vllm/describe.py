@@ -89,8 +89,8 @@ def layer_number(name: str, vllm_config: Any) -> int:
 def tokens_left(vllm_config: Any, engine: EngineSpec) -> int:
     """Return how many of a prompt's last tokens prefill leaves to decode; see `_describe_group`."""
     has_windows = any(group.window is not None for group in engine.groups)
-    num_ahead: int = vllm_config.num_prefill_lookahead_tokens
-    return max(int(has_windows), num_ahead - 1)
+    num_lookahead: int = vllm_config.num_prefill_lookahead_tokens
+    return max(int(has_windows), num_lookahead - 1)
 
 
 def require(condition: bool, field: str, message: str) -> None:

@@ -225,7 +225,7 @@ class RequestOffers:
             offer = self._made(reserved)
         except KVBusError as error:
             if not reserved.is_unwanted:
-                self._say_not_offered(request_id, error)
+                self._log_not_offered(request_id, error)
             self.withdraw(request_id)
             return None
         del self._reserved[request_id]
@@ -254,7 +254,7 @@ class RequestOffers:
         if published is None:
             for reserved in self._reserved.values():
                 if reserved.offer is offer:
-                    self._ask_again(reserved)
+                    self._request_again(reserved)
             return
         # In vLLM's order: the end of a prompt leaves the prefix cache first.
         self._pool.free_blocks(reversed(published.held))
@@ -262,7 +262,7 @@ class RequestOffers:
             self._lives_s.append(time.monotonic() - published.published_s)
         self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         if offer.error is not None and not isinstance(offer.error, PeerLost):
-            self._say_not_offered(published.request_id, offer.error)
+            self._log_not_offered(published.request_id, offer.error)
 
     @property
     def need_steps(self) -> bool:
@@ -299,7 +299,7 @@ class RequestOffers:
     def _made(self, reserved: RequestOffer) -> Offer:
         """If the agent hangs, wait only once. If it is lost, wait for its successor."""
         if reserved.offer.ended.done():
-            self._ask_again(reserved)
+            self._request_again(reserved)
         offer = reserved.offer
         try:
             offer.made.wait(self._wait_s())
@@ -322,7 +322,7 @@ class RequestOffers:
         if not self._link.is_open:
             self._agent_by_s = time.monotonic() + AGENT_WITHIN_S
 
-    def _ask_again(self, reserved: RequestOffer) -> None:
+    def _request_again(self, reserved: RequestOffer) -> None:
         """Replace an offer that expired, or was lost with its agent.
 
         If the agent had made it, the new one has no name, and cannot grow.
@@ -348,7 +348,7 @@ class RequestOffers:
             if prompt_of_sequence(one.request_id) == prompt and not one.is_unwanted:
                 one.withdraw()
 
-    def _say_not_offered(self, request_id: str, error: KVBusError) -> None:
+    def _log_not_offered(self, request_id: str, error: KVBusError) -> None:
         self._stats.add(OFFERS_FAILED, 1)
         logger.error(
             "kvbus: request %s: its KV is not offered, who decodes it has to compute it again: "

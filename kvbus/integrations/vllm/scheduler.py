@@ -178,9 +178,9 @@ class SchedulerSide:
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         self._loads.note_computed(num_scheduled_tokens)
         self._step += 1
-        is_told = self._offers.schedule(self._step, num_scheduled_tokens)
+        is_reported = self._offers.schedule(self._step, num_scheduled_tokens)
         failed, over = self._loads.take_failed()
-        return StepResults(failed, over, self._step if is_told or self._loads.need_steps else 0)
+        return StepResults(failed, over, self._step if is_reported or self._loads.need_steps else 0)
 
     # A failure must reach vLLM through a worker: vLLM handles failures before it calls this.
     # Successful loads are reported here, where vLLM looks next. A worker could report them no

@@ -21,7 +21,7 @@ import typer
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.sources import gather
-from kvbus.bus import ClientCurve, EventListener, EventSubscriber, ask_agent, new_context
+from kvbus.bus import ClientCurve, EventListener, EventSubscriber, call_agent, new_context
 from kvbus.console import text_of
 from kvbus.errors import (
     ConfigError,
@@ -37,12 +37,12 @@ from kvbus.lab.status.screen import Between, View, screen
 from kvbus.options import with_options
 from kvbus.output import fail, json_text, waiting_for, write_json, write_text
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import EVENTS, may_hear
+from kvbus.protocol.message import EVENTS, may_subscribe
 from kvbus.protocol.tools import AgentStatus, Heartbeat, Live, Status
 from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
-LOOK_AT_WAY = "to check the way there, run kvbus doctor --only peer --peer "
+CHECK_PATH = "to check the way there, run kvbus doctor --only peer --peer "
 NONE = "no answer"
 NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
 ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
@@ -130,12 +130,12 @@ def status(options: StatusOptions) -> None:
                 raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
             else:
                 agents = _http_agents(options.addresses or [], options.token_file)
-                _look(agents, options.every, options.timeout, as_json=options.as_one_json)
+                _watch(agents, options.every, options.timeout, as_json=options.as_one_json)
     except RequestTimeout as error:
         address = peer.removeprefix("tcp://")
-        view = HttpAgent(f"http://{address}", "").look(min(options.timeout, 1.0))
+        view = HttpAgent(f"http://{address}", "").read(min(options.timeout, 1.0))
         is_http = not str(view).startswith(NONE)
-        way = f"its http_bind is there: kvbus status {address}" if is_http else LOOK_AT_WAY + peer
+        way = f"its http_bind is there: kvbus status {address}" if is_http else CHECK_PATH + peer
         lost = f"no agent answered at {peer} within {options.timeout:g} s; {way}"
         fail(lost, status=1, cause=error)
     except RemoteError as error:
@@ -150,7 +150,7 @@ def _query_peer(options: StatusOptions) -> None:
         anyio.run(_follow, peer, curve, topics, options.request, options.count)
         return
     request = Status(fetch_id=options.fetch, offer_id=options.offer, faults=True)
-    query = partial(ask_agent, peer, request, timeout_s=options.timeout, curve=curve)
+    query = partial(call_agent, peer, request, timeout_s=options.timeout, curve=curve)
     with waiting_for(f"{peer} to answer"):
         reply = anyio.run(query)
     _print_reply(peer, reply, request, as_json=options.as_one_json)
@@ -178,7 +178,7 @@ class HttpAgent:
     last: Live | None = None
     was_answered: bool = False
 
-    def look(self, timeout_s: float) -> View:
+    def read(self, timeout_s: float) -> View:
         """The token is never sent to a proxy or a redirect target."""
         before, self.last = self.last, None
         at = urlsplit(self.url)
@@ -203,20 +203,20 @@ class HttpAgent:
         return Between(self.last, before)
 
 
-def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
-    def look() -> dict[str, View]:
+def _watch(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
+    def read() -> dict[str, View]:
         urls = [agent.url for agent in agents]
         with waiting_for(f"{' and '.join(urls)} to answer"), ThreadPoolExecutor() as threads:
-            answers = threads.map(partial(HttpAgent.look, timeout_s=timeout_s), agents)
+            answers = threads.map(partial(HttpAgent.read, timeout_s=timeout_s), agents)
             return dict(zip(urls, answers, strict=True))
 
-    views = look()
+    views = read()
     if as_json:
         told = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
         write_json(told)
     elif any(agent.was_answered for agent in agents):
         time.sleep(every_s)
-        write_text(text_of(screen(look())))
+        write_text(text_of(screen(read())))
     if not any(agent.was_answered for agent in agents):
         why = "; ".join(f"{at}: {view}" for at, view in views.items())
         lost = f"no agent answered ({why}); {NAME_ONE}"
@@ -261,11 +261,11 @@ class Lines(EventListener):
     left: int
     is_silent: bool = True
     ended: anyio.Event = field(default_factory=anyio.Event)
-    heard: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         self.is_silent = False
-        self.heard.add(event.op)
+        self.received.add(event.op)
         if self.request and self.request not in (event.body.get(name) for name in IDS):
             return
         self._write(event.boot, event.op, {"seq": event.seq, **event.body})
@@ -278,10 +278,10 @@ class Lines(EventListener):
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
         self.is_silent = False
-        self.heard.update(EVENTS)
+        self.received.update(EVENTS)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        if topic in self.heard:
+        if topic in self.received:
             self._write(boot, "gap", {"topic": topic})
 
     def _write(self, boot: str, event: str, told: Mapping[str, Any]) -> None:
@@ -299,7 +299,7 @@ async def _follow(
     status = await _await_status(peer, curve)
     if not status.events_endpoint:
         raise ConfigError("the agent is of an earlier version, which does not tell of its events")
-    if status.view is not None and status.view.roles and not may_hear(status.view.roles):
+    if status.view is not None and status.view.roles and not may_subscribe(status.view.roles):
         wrong = f"our key is trusted there as {' and '.join(status.view.roles)}, which hears no"
         raise KVBusError(f"{wrong} events; wanted is {TRUSTED}", code=ErrorCode.FORBIDDEN)
     lines = Lines(status.agent_id, request, count or -1)
@@ -319,9 +319,9 @@ async def _follow(
                 before = status.events_endpoint
                 status = await _await_status(peer, curve, retries_refusals=True)
                 if status.events_endpoint == before:
-                    _say(f"no events come from {before}: is that port open, and {TRUSTED}?")
+                    _note(f"no events come from {before}: is that port open, and {TRUSTED}?")
                     continue
-                _say(f"the events are at {status.events_endpoint} now, no longer at {before}")
+                _note(f"the events are at {status.events_endpoint} now, no longer at {before}")
                 subscriber.remove(before)
                 subscriber.add(status.events_endpoint, server_key=server_key)
             tasks.cancel_scope.cancel()
@@ -333,15 +333,15 @@ async def _await_status(
     request, is_reported = Status(key=curve.keys.public if curve else ""), False
     while True:
         try:
-            return await ask_agent(peer, request, timeout_s=ANSWER_S, curve=curve)
+            return await call_agent(peer, request, timeout_s=ANSWER_S, curve=curve)
         except KVBusError as error:
             if not (retries_refusals or isinstance(error, RequestTimeout)):
                 raise
             if not is_reported:
-                _say(f"no answer from {peer}, which is asked again: {error.message}")
+                _note(f"no answer from {peer}, which is asked again: {error.message}")
             is_reported = True
             await anyio.sleep(RETRY_S)
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     sys.stderr.write(f"kvbus status: {printable(text)}\n")

@@ -123,7 +123,7 @@ class FrameChannel:
                 self.shut_down()
             raise
 
-    async def ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    async def request(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The caller closes the descriptors. No other task may wait for a reply."""
         await self.send(encode_frame(message))
         body, fds = await self.receive()

@@ -70,24 +70,24 @@ class DecodeService(Service):
         self._preconnector = PeerPreconnector(agent, config, peers, self.routes)
         peers.on_lost, peers.on_found = leases.lose, self._preconnector.see_news
         peers.on_offer, peers.on_missed = leases.see_event, leases.see_gap
-        histories = FetchHistories(self._table, self._reader.story_of)
+        histories = FetchHistories(self._table, self._reader.history_of)
         super().__init__(agent, self._table, driver, histories)
         self._costs = CostBook(agent, self.routes, chooser)
         self._parts = PartServer(self._part_requested, self._dispatch)
         self._others = PartClient(agent, config, peers, self._dispatch)
         driver.commands |= {
-            ev.NotifyAgent: leases.tell,
+            ev.NotifyAgent: leases.notify,
             ev.AcquirePeer: leases.hold_peer,
             ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
             ev.NotifyEngine: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
-        driver.promise(ev.Ask, leases.ask, _step_failed)
+        driver.promise(ev.SendRequest, leases.request, _step_failed)
         driver.promise(ev.FindRoute, leases.find_route, _step_failed)
         driver.promise(ev.ReadChunk, self._reader.read_chunk, _read_failed)
         part_failed = partial(_read_failed, elsewhere=True)
-        driver.promise(ev.AskOthers, self._others.ask, part_failed)
+        driver.promise(ev.RequestRemoteParts, self._others.request, part_failed)
         driver.promise(ev.EndEarlierParts, self._others.end_earlier, part_failed)
         agent.metrics.add_readings(self._readings, READINGS)
 

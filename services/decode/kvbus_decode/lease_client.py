@@ -97,7 +97,7 @@ class LeaseClient:
         home = command.requested.resources.peers[0]
         self._agent.tasks.start_soon(self._find_route, command, home, promise)
 
-    def ask(self, command: ev.Ask, promise: Promise[ev.Event]) -> None:
+    def request(self, command: ev.SendRequest, promise: Promise[ev.Event]) -> None:
         message, timeout_s, requested = command.message, command.timeout_s, command.requested
         fetch: FetchResources = requested.resources
         sent_at = self._agent.loop.time()
@@ -141,9 +141,9 @@ class LeaseClient:
             self._note_commit(home, message)
             return
         if route is not None:
-            route.home.ask(message, timeout_s, settle, of="lease")
+            route.home.request(message, timeout_s, settle, of="lease")
             return
-        request_id = home.ask(message, timeout_s, settle)
+        request_id = home.request(message, timeout_s, settle)
         if isinstance(message, AwaitOffer) and request_id is not None and not promise.is_kept:
             fetch.awaiting = request_id, settle
 
@@ -155,7 +155,7 @@ class LeaseClient:
             rendezvous = Rendezvous.from_json(shown)
             peer = self._peers.find(PeerAddress.of(rendezvous.unknown_ticket()))
             if peer is not None and not rendezvous.signature:
-                peer.ask(Decline(rendezvous.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
+                peer.request(Decline(rendezvous.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_commit(self, home: Peer, commit: Commit) -> None:
         if not self._committed:
@@ -169,22 +169,22 @@ class LeaseClient:
     def _report_commits(self) -> None:
         committed, self._committed = self._committed, defaultdict(dict)
         for (home, boot), tokens in committed.items():
-            home.ask(ReportCommits(boot, tokens), COMMITS_TIMEOUT_S, lambda _: None)
+            home.request(ReportCommits(boot, tokens), COMMITS_TIMEOUT_S, lambda _: None)
 
-    def tell(self, command: ev.NotifyAgent) -> None:
+    def notify(self, command: ev.NotifyAgent) -> None:
         """End an offer or a lease; only offers open a connection."""
         ticket, message = command.ticket, command.message
         address = PeerAddress.of(ticket)
         if isinstance(message, Release):
             if (known := self._peers.find(address)) is not None:
-                known.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
+                known.request(message, RELEASE_TIMEOUT_S, lambda _: None)
             return
         try:
             peer = self._peers.acquire(address)
         except KVBusError as error:
             log.info("offer.kept", offer_id=ticket.offer_id, reason=error.message)
             return
-        peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self._peers.release(peer))
+        peer.request(message, RELEASE_TIMEOUT_S, lambda _: self._peers.release(peer))
 
     # Over TCP a READ ends only if the prefill agent drives progress. It does so while a lease is
     # live, and a little longer. For READs in flight after that it needs a request.
@@ -277,7 +277,7 @@ class LeaseClient:
 
     async def _commit_of_many(
         self,
-        command: ev.Ask,
+        command: ev.SendRequest,
         home: Source,
         checks: Checks,
         settle: Settle,
@@ -292,7 +292,7 @@ class LeaseClient:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if fetch.attempt != command.attempt:
                 raise LocalError("the attempt is over", code=ErrorCode.CANCELLED)
-            home.ask(command.message, timeout_s, settle, of="lease")
+            home.request(command.message, timeout_s, settle, of="lease")
         except Exception as error:
             reason = failure(error)
             if not promise.is_kept:
@@ -307,7 +307,7 @@ class LeaseClient:
 
         for source in route.remote_sources:
             check = source.check(fetch.offer_id, progress_s=lease_s, nixl_agent=source.nixl_agent)
-            source.ask(check, lease_s, on_reply)
+            source.request(check, lease_s, on_reply)
 
     async def _drain(self) -> None:
         """Send requests until the blocks are free: a refusal may be temporary."""
@@ -322,7 +322,7 @@ class LeaseClient:
 
     def _drive(self, source: Source) -> None:
         check = source.check("", progress_s=2 * DRAIN_PERIOD_S)
-        source.ask(check, DRAIN_PERIOD_S, _note_refusal)
+        source.request(check, DRAIN_PERIOD_S, _note_refusal)
 
 
 def _key_of(source: Source) -> SourceKey:

@@ -327,7 +327,7 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             first=len(lent.mappings),
             cells=has_all,
         )
-        answer, fds = await channel.ask({"op": lend.op, "body": to_body(lend)})
+        answer, fds = await channel.request({"op": lend.op, "body": to_body(lend)})
         try:
             reply = from_body(MemoryLent, answer)
             if not has_all:

@@ -41,11 +41,11 @@ Answer = PartFetched | KVBusError
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _RemotePart:
     """The part of another agent. It may write from ``is_sent`` on."""
 
     address: PeerAddress
-    question: FetchPart
+    message: FetchPart
     answer: Answer | None = None
     is_sent: bool = False
     is_stopped: bool = False
@@ -114,10 +114,10 @@ class PartClient:
         self._exits_s = CLOSES_WITHIN_S + EXITS_WITHIN_S
         self._drains_s = LATE_S + config.quarantine_timeout_s
 
-    def ask(self, command: ev.AskOthers, promise: Promise[ev.Event]) -> None:
+    def request(self, command: ev.RequestRemoteParts, promise: Promise[ev.Event]) -> None:
         requested = command.requested
         parts = [
-            _Asked(_address(other), self._question(requested, other))
+            _RemotePart(_address(other), self._message(requested, other))
             for other in requested.remote_ranks
         ]
         requested.resources.stop_parts = partial(_stop, parts)
@@ -135,7 +135,7 @@ class PartClient:
                     tasks.start_soon(self._wait_for_end, _address(other), origin, timeout_s)
         promise(ev.ReadEnded(requested.fetch_id, elsewhere=True))
 
-    def _question(self, requested: ev.Requested, other: AgentRanks) -> FetchPart:
+    def _message(self, requested: ev.Requested, other: AgentRanks) -> FetchPart:
         fetch: FetchResources = requested.resources
         request = requested.request
         return FetchPart(
@@ -161,7 +161,7 @@ class PartClient:
         return max(1e-3, fetch.deadline - self._agent.loop.time())
 
     async def _fetch(
-        self, command: ev.AskOthers, parts: list[_Asked], promise: Promise[ev.Event]
+        self, command: ev.RequestRemoteParts, parts: list[_RemotePart], promise: Promise[ev.Event]
     ) -> None:
         async with anyio.create_task_group() as tasks:
             for one in parts:
@@ -172,7 +172,7 @@ class PartClient:
         num_bytes = sum(one.num_bytes for one in fetched)
         promise(ev.ReadEnded(key, num_bytes, None, path, elsewhere=True))
 
-    async def _fetch_one(self, command: ev.AskOthers, part: _Asked) -> None:
+    async def _fetch_one(self, command: ev.RequestRemoteParts, part: _RemotePart) -> None:
         fetch: FetchResources = command.requested.resources
         if part.is_stopped:
             return
@@ -180,7 +180,7 @@ class PartClient:
             peer = self._peers.acquire(part.address)
             fetch.peers.append(peer)
             request_id = peer.client.send(
-                part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
+                part.message, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
         except Exception as error:
             self._dispatch(ev.StepFailed(fetch.key, command.attempt, failure(error)))
@@ -190,8 +190,8 @@ class PartClient:
         if part.failure is not None:
             self._dispatch(ev.StepFailed(fetch.key, command.attempt, part.failure))
         if not part.has_ended:
-            question = part.question
-            await self._wait_for_end(part.address, question.token, question.timeout_s)
+            message = part.message
+            await self._wait_for_end(part.address, message.token, message.timeout_s)
 
     async def _wait_for_end(self, address: PeerAddress, token: str, timeout_s: float) -> None:
         """Cancel a part; return when the agent can no longer write for it."""
@@ -209,7 +209,7 @@ class PartClient:
                 await anyio.sleep(PAUSE_S)
                 continue
             try:
-                await peer.client.ask(cancel, timeout_s=math.inf)
+                await peer.client.request(cancel, timeout_s=math.inf)
                 has_ended = True
             except PeerLost:
                 has_ended = True
@@ -336,7 +336,7 @@ class PartServer:
             self._ended.popitem(last=False)
 
 
-def _stop(parts: list[_Asked]) -> None:
+def _stop(parts: list[_RemotePart]) -> None:
     for one in parts:
         one.is_stopped = True
         one.wakes.set()

@@ -20,7 +20,7 @@ from kvbus_decode.fetch.events import Requested, SpeculativeRead
 from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 
-MEETING_S = 0.1
+HANDSHAKE_S = 0.1
 """Estimated time for two engines to connect."""
 
 UNPACKED = (Path.DIRECT, Path.STAGED, Path.MAPPED)
@@ -204,7 +204,7 @@ class CostBook:
             learned = route.home.remote.learned.get(path, learned)
         num_bytes = _num_bytes(engine, first, last)
         return Predicted(
-            predicted_s=learned.predict_s(num_bytes) + (0.0 if path else MEETING_S),
+            predicted_s=learned.predict_s(num_bytes) + (0.0 if path else HANDSHAKE_S),
             num_bytes=num_bytes,
             decode_engine=engine.engine_id,
             path=path,

@@ -92,7 +92,7 @@ class PeerPreconnector:
         peer = one.peer
         if peer is None or not self._peers.has(peer):
             peer = self._hold(one, one.address)
-        status = await peer.client.ask(Status(), timeout_s=self._timeout_s)
+        status = await peer.client.request(Status(), timeout_s=self._timeout_s)
         if status.role is not AgentRole.PREFILL:
             raise RemoteError(
                 f"the agent at {peer.endpoint} is a {status.role} agent: `peers` are prefill "

@@ -73,7 +73,7 @@ class Transfer:
     read: Optional["ReadEntry"] = None
     state: TransferState = WANTED
     num_begun: int = 0
-    asked_at: float = 0.0
+    requested_at: float = 0.0
     slot_id: int | None = None
     slot_expires_at: float | None = None
     slot: int | None = None
@@ -212,7 +212,7 @@ def begin(read: ReadEntry, transfer: Transfer, event: object, now: float) -> Com
         return []
     if transfer.state is not PACKING:
         return [Begin(transfer, transfer.state)]
-    transfer.asked_at = now
+    transfer.requested_at = now
     return [Begin(transfer, PACKING, tuple(read.read_slots.pop(transfer.source, ())))]
 
 
@@ -222,7 +222,7 @@ def go_on(read: ReadEntry, transfer: Transfer, event: StageEnded, now: float) ->
     read.error = read.error or event.error
     if event.slot_id is not None:
         transfer.slot_id = event.slot_id
-        transfer.slot_expires_at = transfer.asked_at + USABLE_SHARE * event.slot_lease_s
+        transfer.slot_expires_at = transfer.requested_at + USABLE_SHARE * event.slot_lease_s
     if read.error is not None or transfer.num_begun == len(transfer.stages):
         transfer.state = OVER
         return []

@@ -61,7 +61,7 @@ class Reader:
     def num_slots_in_use(self) -> int:
         return self._table.num_slots_in_use
 
-    def story_of(self, key: str) -> History | None:
+    def history_of(self, key: str) -> History | None:
         read = self._table.find(key)
         return None if read is None else read.history
 

@@ -71,7 +71,7 @@ class Peer:
     def endpoint(self) -> str:
         return self.address.endpoint
 
-    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
+    def request(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
         """Send a request; ``on_reply`` also gets a failure to send."""
         try:
             return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
@@ -81,7 +81,7 @@ class Peer:
 
     def cancel(self, request_id: int) -> None:
         self.client.take_back(request_id)
-        self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
+        self.request(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
 
     def check_answers(self, boot: str | None) -> None:
         """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent for `REFUSED_S`.
@@ -90,7 +90,7 @@ class Peer:
         """
         client = self.client
         if boot not in (None, client.peer_boot):
-            client.look_again()
+            client.resolve_again()
             return
         if client.silent_s <= REFUSED_S:
             if self.is_refused:
@@ -282,7 +282,7 @@ class Source:
         request = {"offer_id": offer_id, "nixl_agent": nixl_agent}
         return CheckMemory(**self.named, **request, progress_s=progress_s)
 
-    def ask(
+    def request(
         self,
         message: Request[Any],
         timeout_s: float,
@@ -296,11 +296,11 @@ class Source:
                 self.note_failure(reply, of)
             on_reply(reply)
 
-        self.peer.ask(message, timeout_s, settle)
+        self.peer.request(message, timeout_s, settle)
 
     async def query(self, message: Request[R], timeout_s: float) -> R:
         try:
-            return await self.peer.client.ask(message, timeout_s=timeout_s)
+            return await self.peer.client.request(message, timeout_s=timeout_s)
         except KVBusError as error:
             self.note_failure(error, "memory")
             raise

@@ -153,16 +153,16 @@ class RouteBook:
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, deadline: float
     ) -> Route:
         first = _Round(engine, deadline, self.borrower.machine(engine))
-        done, sources = await self._meet_all(peer, ticket, first)
+        done, sources = await self._handshake_all(peer, ticket, first)
         if not _can_be_read(sources):
-            done, sources = await self._meet_all(peer, ticket, replace(first, machine=""))
+            done, sources = await self._handshake_all(peer, ticket, replace(first, machine=""))
         make = partial(Route, slot_bytes=self._agent.staging.slot_bytes, data=self._agent.data)
         return await in_thread(make, done.memory.engine, sources, engine)
 
-    async def _meet_all(
+    async def _handshake_all(
         self, peer: Peer, ticket: Ticket, shaken: _Round
     ) -> tuple[HandshakeDone, tuple[Source, ...]]:
-        remote, done = await self._ask(
+        remote, done = await self._handshake(
             peer,
             shaken,
             hint=ticket.agent_boot,
@@ -174,14 +174,19 @@ class RouteBook:
         check_compatible(done.memory.engine, shaken.engine.spec)
         home = await self._source(remote, done, shaken, ticket.engine_instance)
         self._peers.listen(peer, done.events_endpoint)
-        return done, (home, *[await self._meet(other, done, shaken) for other in done.remote_ranks])
+        return done, (
+            home,
+            *[await self._handshake_remote(other, done, shaken) for other in done.remote_ranks],
+        )
 
-    async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
+    async def _handshake_remote(
+        self, other: AgentRanks, home: HandshakeDone, shaken: _Round
+    ) -> Source:
         """Shake hands with an agent that has ranks of the engine, but not its leases."""
         engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
-            remote, done = await self._ask(
+            remote, done = await self._handshake(
                 peer, shaken, engine_id=engine_id, ranks=other.ranks, rank_secret=other.rank_secret
             )
             if done.memory.engine != home.memory.engine:
@@ -197,7 +202,7 @@ class RouteBook:
         finally:
             self._peers.release(peer)
 
-    async def _ask(
+    async def _handshake(
         self, peer: Peer, shaken: _Round, *, hint: str = "", **wanted: Any
     ) -> tuple[RemoteAgent, HandshakeDone]:
         """Shake hands. Raises `KVBusError`.
@@ -215,18 +220,18 @@ class RouteBook:
         )
         client, loop, address = peer.client, self._agent.loop, peer.client.address
 
-        async def ask() -> tuple[RemoteAgent, HandshakeDone]:
+        async def shake_hands() -> tuple[RemoteAgent, HandshakeDone]:
             remote, timeout_s = peer.remote, max(1e-3, shaken.deadline - loop.time())
-            done = await client.ask(handshake, timeout_s=timeout_s)
+            done = await client.request(handshake, timeout_s=timeout_s)
             if remote.closed:  # meanwhile
                 raise remote.loss()
             return self._peers.found(peer), done
 
         try:
             try:
-                return await ask()
+                return await shake_hands()
             except PeerLost:  # the reply of a new process fails all requests to the previous one
-                return await ask()
+                return await shake_hands()
         except RequestTimeout as error:
             raise _unreachable(client) from error
         except KVBusError as error:
@@ -235,7 +240,7 @@ class RouteBook:
             refused = error
         with anyio.move_on_after(shaken.deadline - loop.time()):
             if await client.has_moved(address):
-                return await self._ask(peer, shaken, hint=hint, **wanted)
+                return await self._handshake(peer, shaken, hint=hint, **wanted)
         raise refused
 
     async def _source(
@@ -303,7 +308,7 @@ def _can_be_read(sources: Iterable[Source]) -> bool:
 
 def _unreachable(client: RequestClient) -> RemoteError:
     where, missing = client.endpoint, client.missing
-    look = (
+    advice = (
         f"{missing}. Is it up, is its advertise_host an address that this machine reaches, is the "
         "port open on the way?"
         if missing
@@ -311,7 +316,7 @@ def _unreachable(client: RequestClient) -> RemoteError:
         f"{where}), or are packets of full size lost on the way (MTU)?"
     )
     return RemoteError(
-        f"no prefill agent answers at {where}: {look}",
+        f"no prefill agent answers at {where}: {advice}",
         code=ErrorCode.PEER_UNREACHABLE,
         endpoint=where,
     )

@@ -100,7 +100,7 @@ class PackedWork:
             priority=chunk.request.priority,
         )
         left_s = chunk.time_left_s(context.agent.loop.time())
-        self.source.ask(message, left_s, partial(self._take_packed, stage))
+        self.source.request(message, left_s, partial(self._take_packed, stage))
 
     def _take_packed(self, stage: Stage, packed: wire.Packed | KVBusError) -> None:
         if isinstance(packed, KVBusError):
@@ -152,7 +152,7 @@ def _slot_of(stage: Stage) -> int:
 
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
     message = wire.Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
-    source.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
+    source.request(message, UNPACK_TIMEOUT_S, lambda _: None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -216,7 +216,7 @@ class CompareWork:
             secret=chunk.ticket.secret,
         )
         left_s = chunk.time_left_s(stage.context.agent.loop.time())
-        self.source.ask(message, left_s, partial(self._take, stage, None))
+        self.source.request(message, left_s, partial(self._take, stage, None))
 
     def _take_reply(self, stage: Stage, rank: int, reply: data.DataReply) -> None:
         result = reply.result

@@ -153,7 +153,9 @@ class PrefillService(Service):
     def _forward(self, message: Message, call: Call) -> None:
         key = call.session.key
         fresh = new_secret() if isinstance(message, Acquire | AwaitOffer | Decline) else ""
-        self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
+        self._driver.dispatch(
+            ev.RequestReceived(message=message, reply_to=call, holder=key, fresh=fresh)
+        )
 
     # Memory that an engine has truncated reads as zeros in both data processes. A commit may arrive
     # before the data process reports the truncation. The file is shorter before the first zero is
@@ -349,7 +351,7 @@ class PrefillService(Service):
                     _check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
                 case SealOffer():
                     _check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
-        changed = ev.Asked(message=message, reply_to=call, engine_id=engine.engine_id)
+        changed = ev.RequestReceived(message=message, reply_to=call, engine_id=engine.engine_id)
         self._driver.dispatch(changed)
 
     def _begin_lease(self, command: ev.BeginLease) -> None:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from torch import Tensor
 
-from kvbus.bus import ask_agent
+from kvbus.bus import call_agent
 from kvbus.engine import KvCache
 from kvbus.engine.bounce import BlockCopy, CopyBlocks, Direction, HostFetch, HostOffer
 from kvbus.errors import ClosedError, ErrorCode, GeometryError
@@ -93,7 +93,7 @@ async def whole_fetch(source: Engine, target: Engine) -> HostFetch:
 async def withdraw(ticket: Mapping[str, Any]) -> None:
     read = Ticket.from_json(ticket)
     message = PeerWithdraw(agent_boot=read.agent_boot, offer_id=read.offer_id, secret=read.secret)
-    await ask_agent(read.endpoint, message, timeout_s=60.0)
+    await call_agent(read.endpoint, message, timeout_s=60.0)
 
 
 async def test_wrong_request_fails_alone_and_releases_host_blocks(

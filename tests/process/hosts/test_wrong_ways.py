@@ -39,7 +39,7 @@ def beside(network: Network, role: Role, name: str, **settings: Any) -> Iterator
         agent.started["peer"] = agent.settings["peer_bind"]
         yield agent
     finally:
-        agent.ask_to_end()
+        agent.request_end()
         agent.end()
 
 

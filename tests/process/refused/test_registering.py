@@ -156,15 +156,15 @@ async def test_incompatible_engines_are_told_field_and_both_values(
         failure = await failure_of(fetch)
         await offer.withdraw()
 
-        def is_told(text: str) -> bool:
+        def is_reported(text: str) -> bool:
             prefill_has, _, decode_has = text.partition("decode has")
             named = "differ in full.window:" in text and "None" in prefill_has
             return named and "32" in decode_has
 
         assert (failure.code, failure.stage) == (ErrorCode.INCOMPATIBLE, "resolving")
-        assert is_told(failure.message)
-        await until(lambda: any(map(is_told, reasons(prefill, "request.refused"))))
-        await until(lambda: any(map(is_told, reasons(decode, "handshake.refused"))))
+        assert is_reported(failure.message)
+        await until(lambda: any(map(is_reported, reasons(prefill, "request.refused"))))
+        await until(lambda: any(map(is_reported, reasons(decode, "handshake.refused"))))
         assert same(target.snapshot(), before)
 
 

@@ -161,7 +161,7 @@ async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, hold: Hold, wro
     client = asker(bus, served.endpoint, wrong.keys, wrong.server)
     async with bus.running(ZapHandler(bus.context, door), served, client):
         with pytest.raises(RemoteError, match=wrong.said) as refused:
-            await client.ask(Ask(), timeout_s=30)
+            await client.request(Ask(), timeout_s=30)
     assert refused.value.code is wrong.code
     assert not hold.calls
     assert {(one.address, one.domain) for one in door.asked} <= {("127.0.0.1", "peer")}
@@ -209,15 +209,15 @@ async def test_refused_key_enters_once_trusted_none_while_unchecked(bus: Bus, ho
     reply = None
     async with bus.running(server, reader):
         with pytest.raises(RemoteError):
-            await reader.ask(Ask(), timeout_s=1)
+            await reader.request(Ask(), timeout_s=1)
         async with bus.running(ZapHandler(bus.context, door)):
             with pytest.raises(RemoteError, match="refused our key"):
-                await reader.ask(Ask(), timeout_s=30)
+                await reader.request(Ask(), timeout_s=30)
             num_served = len(hold.calls)
             door.keys.add(READER.public)
             with anyio.fail_after(60):
                 while reply is None:
                     with suppress(RemoteError):
-                        reply = await reader.ask(Ask(number=1), timeout_s=30)
+                        reply = await reader.request(Ask(number=1), timeout_s=30)
                     await anyio.sleep(0.02)
     assert (num_served, reply) == (0, Echoed(number=1))

@@ -38,7 +38,7 @@ NUM_WORKERS, MANY_WORKERS = 16, 48
 BURST = 80
 """More than an agent takes at a time."""
 CALM_WITHIN_S = 90.0
-LOOK_S = 0.2
+CHECK_S = 0.2
 FEWEST_CALMS, MORE = 2, 12
 """By so much an agent may have more open: connections come and go."""
 HURT_LINK: dict[str, Callable[[Link], None]] = {
@@ -207,7 +207,7 @@ class Act:
             if time.monotonic() > deadline:
                 self._ledger.violate("left_over", f"{name} holds {counts}")
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         for metric in ("quarantined_blocks", "data_jobs"):
             with suppress(AssertionError):  # a prefill agent does not have all of them
                 if number := await asyncio.to_thread(agent.metric, metric):

@@ -24,7 +24,7 @@ ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
 REPLY_S, FREE_S = 40.0, 60.0
-LOOK_S = 0.5
+CHECK_S = 0.5
 NEVER = ("invalid", "internal")
 """Codes of a mistake in an engine or an agent."""
 LIVE = re.compile(" -> (open|sealed): ")
@@ -66,7 +66,7 @@ class Handoffs:
             await asyncio.sleep(0.1)
             return
         self._ledger.count("handoffs")
-        await (self._meet if draw.is_met else self._hand_off)(draw, source, random)
+        await (self._handshake_remote if draw.is_met else self._hand_off)(draw, source, random)
 
     async def _hand_off(self, draw: Draw, source: Engine, random: Random) -> None:
         """The ticket comes with the offer, and the fetches after it."""
@@ -78,7 +78,7 @@ class Handoffs:
         fetches = [self._fetch(key, draw, made.ticket, source, random) for _ in range(readers)]
         await self._end(made, draw, fetches)
 
-    async def _meet(self, draw: Draw, source: Engine, random: Random) -> None:
+    async def _handshake_remote(self, draw: Draw, source: Engine, random: Random) -> None:
         """The fetch is given a name, and the offer the same; either may be the first."""
         key, ticket = next(self.keys), self._tickets.get(self._world.agent_of(source))
         if ticket is None:  # none has come from there, which would say where it is
@@ -181,19 +181,19 @@ class Handoffs:
 
     async def _in_time(self, future: "asyncio.Future[Told]", wait: Wait) -> Told:
         """The answer, which must come in time; nobody has time while it is stopped."""
-        started, is_told = time.monotonic(), False
+        started, is_reported = time.monotonic(), False
         agent = self._world.agent_of(wait.engine)
         clocks = (wait.engine.stops, self._world.stops[agent], self._world.lag)
         while not future.done():
-            await asyncio.wait([future], timeout=LOOK_S)
+            await asyncio.wait([future], timeout=CHECK_S)
             lost_s = sum(clock.lost_s(started) for clock in clocks)
             late_s = time.monotonic() - started - lost_s - wait.within_s
-            if not future.done() and late_s > OVERDUE_S and not is_told:
-                is_told = True
+            if not future.done() and late_s > OVERDUE_S and not is_reported:
+                is_reported = True
                 history = await self._world.history(agent, **wait.about) if wait.about else []
                 of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
                 self._ledger.violate("overdue", of, history=history)
-            is_late = is_told and late_s > 2 * OVERDUE_S
+            is_late = is_reported and late_s > 2 * OVERDUE_S
             if is_late or self._ledger.is_over:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
         return future.result()

@@ -20,7 +20,7 @@ from tests.tools.chaos.links import Link
 
 COMMAND, LONG = 4, 2
 MOST_PER_LOOK = 4
-LOOK_S = 0.1
+CHECK_S = 0.1
 BIG_LEASE_S = 30.0
 NUM_AHEAD = 8
 
@@ -80,7 +80,7 @@ class Rogue:
                 if "offer_id" in event["body"]:
                     for op, body in self._asks(event):
                         await self._ask(dealer, op, body)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     def _asks(self, event: Frame) -> Iterator[tuple[str, Frame]]:
         body = event["body"]
@@ -106,7 +106,7 @@ class Rogue:
     async def _overhear(self, dealer: Any) -> None:
         """Ask under the boot and id of others, after them and ahead of them."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             if self._keyed:
                 await self._ask(dealer, "status", {})
                 continue

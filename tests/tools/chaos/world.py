@@ -19,7 +19,7 @@ from tests.tools.chaos.links import AGENT_HOST, PROXY_HOST, Link
 from tests.tools.chaos.rogue import Rogue
 from tests.tools.chaos.shapes import AGENTS, SHAPES, Shape
 
-LOOK_S = 0.05
+CHECK_S = 0.05
 COMMON = {
     "drain_timeout_s": 3.0,
     "staging_bytes": 8 << 20,
@@ -133,7 +133,7 @@ class World:
         for link in (*self.links.values(), *self.event_links.values()):
             await link.close()
         for agent in self.agents.values():
-            agent.ask_to_end()
+            agent.request_end()
         for name, agent in self.agents.items():
             await self._end(agent)
             self._read_log(name)
@@ -223,7 +223,7 @@ class World:
             if not agent.alive or time.monotonic() > deadline:
                 self.ledger.violate("not_started", name, log=agent.lines()[-LAST_LINES:])
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         agent.started = agent.logged("agent.started")[-1]
         agent.started["peer"] = agent.peer.replace(PROXY_HOST, AGENT_HOST)  # asked past its link
         return True
@@ -259,6 +259,6 @@ class World:
         """A busy machine takes time from everybody: so much is seen here."""
         while True:
             before = time.monotonic()
-            await asyncio.sleep(LOOK_S)
-            if time.monotonic() - before > 4 * LOOK_S:
+            await asyncio.sleep(CHECK_S)
+            if time.monotonic() - before > 4 * CHECK_S:
                 self.lag.add(before, time.monotonic())

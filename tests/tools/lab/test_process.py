@@ -19,8 +19,8 @@ def answering(folder: Path) -> Any:
 
 async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path) -> None:
     async with answering(tmp_path) as process:
-        late = asyncio.create_task(process.ask(dict[str, int], "echo", number=6, after_s=0.5))
-        soon = await process.ask(dict[str, int], "echo", number=7)
+        late = asyncio.create_task(process.request(dict[str, int], "echo", number=6, after_s=0.5))
+        soon = await process.request(dict[str, int], "echo", number=7)
         was_late = not late.done()
         answers = [await late, soon]
 
@@ -31,8 +31,8 @@ async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path)
 async def test_error_in_process_refuses_one_question_only(tmp_path: Path) -> None:
     async with answering(tmp_path) as process:
         with pytest.raises(RequestRefused, match="no room") as refused:
-            await process.ask(int, "refuse")
-        after = await process.ask(dict[str, int], "echo")
+            await process.request(int, "refuse")
+        after = await process.request(dict[str, int], "echo")
 
     assert refused.value.code is ErrorCode.BUSY
     assert after == {}
@@ -41,4 +41,4 @@ async def test_error_in_process_refuses_one_question_only(tmp_path: Path) -> Non
 async def test_process_end_ends_block_and_tells_last_cells(tmp_path: Path) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match=LAST_WORDS), flatten_subgroups=True):
         async with answering(tmp_path) as process:
-            await process.ask(int, "end")
+            await process.request(int, "end")

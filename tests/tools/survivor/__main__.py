@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.support.agents import Agents, agents_ended
 from tests.support.namespaces import HAVE_NAMESPACES, Host, bridged
-from tests.tools.survivor.cluster import LOOK_S, Cluster
+from tests.tools.survivor.cluster import CHECK_S, Cluster
 from tests.tools.survivor.draws import BOTH, KINDS, Event, draw_events
 from tests.tools.survivor.ledger import Ledger
 from tests.tools.survivor.load import Load
@@ -122,7 +122,7 @@ class Run:
             if time.monotonic() > from_s + RECOVERS_WITHIN_S:
                 self._cluster.fail("not_recovered", f"no request in {RECOVERS_WITHIN_S:.0f} s")
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
 
 async def say_progress(ledger: Ledger) -> None:

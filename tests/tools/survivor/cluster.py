@@ -44,7 +44,7 @@ COMMON: Mapping[str, Any] = {
     "heartbeat_s": 1.0,
     "engine_wait_s": 10.0,
 }
-LOOK_S = 0.02
+CHECK_S = 0.02
 ENDS_WITHIN_S, UP_WITHIN_S = 10.0, 120.0
 RESETS_WITHIN_S = 1.0
 LAST_LINES = 6
@@ -227,7 +227,7 @@ class Cluster:
         for engine in self.engines.values():
             await engine.kill()
         for agent in self.agents.values():
-            agent.ask_to_end()
+            agent.request_end()
 
     async def cause(self, event: Event) -> None:
         """Cause an event and undo it, or count it as skipped when there is nothing to hit."""
@@ -242,7 +242,7 @@ class Cluster:
             if number := await asyncio.to_thread(reset, kept_ports=CONTROL_PORTS):
                 self.ledger.counts["sockets_reset"] += number
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         raise NothingHit
 
     async def _kill_data(self, event: Event) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvbus.agent.http import AgentPages, ask_loop
+from kvbus.agent.http import AgentPages, call_loop
 from kvbus.protocol import Fault
 from kvbus.spawn import free_port
 from tests.support.agents import AgentProcess, started
@@ -152,7 +152,7 @@ def test_hung_loop_is_not_alive_and_faults_are_unready(
         goes_on.wait(60)
 
     assert verdict(health, "/healthz") == verdict(health, "/readyz") == GOOD
-    ask_loop(loop, lambda: asyncio.get_running_loop().call_soon(hang))
+    call_loop(loop, lambda: asyncio.get_running_loop().call_soon(hang))
     hangs.wait()
     with monkeypatch.context() as patch:
         patch.setattr("kvbus.agent.http.ANSWERS_WITHIN_S", 0.2)
@@ -171,4 +171,4 @@ def test_error_of_call_is_raised(loop: asyncio.AbstractEventLoop, error: type[Ex
         raise error("its own")
 
     with pytest.raises(error, match="its own"):
-        ask_loop(loop, fails)
+        call_loop(loop, fails)

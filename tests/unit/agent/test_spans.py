@@ -97,13 +97,13 @@ def test_child_follows_parent_and_open_span_leaves_no_last_end() -> None:
     assert spans.last_end([]) is None
 
 
-@given(asked_at=st.none() | st.floats() | st.floats(70.0, 130.0))
-def test_way_to_agent_is_a_span_if_asked_before_start(asked_at: float | None) -> None:
+@given(requested_at=st.none() | st.floats() | st.floats(70.0, 130.0))
+def test_way_to_agent_is_a_span_if_asked_before_start(requested_at: float | None) -> None:
     """The time of an engine with another clock is used only where it is possible."""
     begun = history((100.0, "wait"), (110.0, "over"))
-    can_be = asked_at is not None and 0 < 100.0 - asked_at <= 3600.0
-    expected = [Span(SENDING, asked_at or 0.0, 100.0, 1)] if can_be else []
-    assert spans.sending_span(begun, asked_at, depth=1) == expected
+    can_be = requested_at is not None and 0 < 100.0 - requested_at <= 3600.0
+    expected = [Span(SENDING, requested_at or 0.0, 100.0, 1)] if can_be else []
+    assert spans.sending_span(begun, requested_at, depth=1) == expected
 
 
 @pytest.mark.parametrize("wanted_at", [None, 99.0, 101.0, 99.0 - 1e6, math.nan])

@@ -72,9 +72,9 @@ async def test_moved_name_is_looked_up_by_next_client_alone(bus: Bus, names: Nam
     server = bus.server(at=TCP)
     client = bus.client(at=named(server.endpoint))
     async with bus.running(server, client):
-        first = await client.ask(Ask(number=7), timeout_s=WITHIN_S)
+        first = await client.request(Ask(number=7), timeout_s=WITHIN_S)
         names.address = "127.0.0.2"
-        again = await client.ask(Ask(number=8), timeout_s=WITHIN_S)
+        again = await client.request(Ask(number=8), timeout_s=WITHIN_S)
         (refused,) = await asked(bus, named(server.endpoint), options=HERE)
         names.address = "127.0.0.1"
         (back,) = await asked(bus, named(server.endpoint), options=HERE)
@@ -95,17 +95,17 @@ async def test_clients_and_events_follow_a_name(
     kept = bus.client("kept", at=there, options=HERE)
     async with bus.running(client, kept, bus.subscriber(record, heard)):
         async with bus.running(server, publisher):
-            await client.ask(Ask(), timeout_s=WITHIN_S)
+            await client.request(Ask(), timeout_s=WITHIN_S)
             await record.until("boot")
         names.address = "127.0.0.2"
         next_server = bus.server(at=moved(server.endpoint), boot="next")
         next_publisher = bus.publisher("next", at=moved(publisher.endpoint))
         async with bus.running(next_server, next_publisher):
             await until(lambda: client.peer_boot == "next")
-            reply = await client.ask(Ask(number=7), timeout_s=WITHIN_S)
+            reply = await client.request(Ask(number=7), timeout_s=WITHIN_S)
             told = await record.told.get()
             with pytest.raises(LocalError, match="is not in 'allowed_peers'"):
-                await kept.ask(Ask(), timeout_s=WITHIN_S)
+                await kept.request(Ask(), timeout_s=WITHIN_S)
     assert reply == Echoed(number=7)
     assert told == ("boot", heard, "next")
     assert addresses == [moved(server.endpoint)]
@@ -133,7 +133,7 @@ async def test_client_is_told_whether_its_name_has_new_address(bus: Bus, names: 
     client = bus.client(at=named(server.endpoint))
     next_server = bus.server(at=moved(server.endpoint), boot="next")
     async with bus.running(server, next_server, client):
-        await client.ask(Ask(), timeout_s=WITHIN_S)
+        await client.request(Ask(), timeout_s=WITHIN_S)
         assert not await client.has_moved(client.address)
         names.address = "127.0.0.2"
         assert await client.has_moved(server.endpoint)
@@ -160,9 +160,9 @@ async def test_unknown_name_is_reported_and_tried_again(bus: Bus, names: NameSer
     client = bus.client(at=named(server.endpoint, "unknown.test"))
     async with bus.running(server, client):
         with pytest.raises(RemoteError, match=r"unknown.*Name or service not known") as refused:
-            await client.ask(Ask(), timeout_s=WITHIN_S)
+            await client.request(Ask(), timeout_s=WITHIN_S)
         names.knows_all = True
-        reply = await client.ask(Ask(number=3), timeout_s=WITHIN_S)
+        reply = await client.request(Ask(number=3), timeout_s=WITHIN_S)
     assert refused.value.code is ErrorCode.PEER_UNREACHABLE
     assert reply == Echoed(number=3)
     assert names.asked.count("unknown") >= 2

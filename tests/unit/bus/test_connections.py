@@ -21,13 +21,13 @@ async def test_a_forgotten_boot_is_answered_stale(bus: Bus) -> None:
     """And its session is not notified."""
     received: list[int] = []
     async with bus.pair(on_notice=lambda one: received.append(one.seq)) as (server, client):
-        await client.ask(Ask(), timeout_s=20)
+        await client.request(Ask(), timeout_s=20)
         session = session_of(server, "client")
         session.on_unread = lambda: received.append(-1)
         server.sessions.end_boot("client")
         session.notify("n", {})
         with pytest.raises(RequestRefused) as failure:
-            await client.ask(Ask(), timeout_s=20)
+            await client.request(Ask(), timeout_s=20)
     assert failure.value.code is ErrorCode.STALE
     assert (len(server.sessions), received) == (0, [])
 
@@ -46,7 +46,7 @@ async def test_pending_request_fails_when_server_comes_back_as_new(bus: Bus) -> 
         earlier.destroy(linger=0)
         async with bus.running(bus.server(boot="new")):
             lost = await outcomes.get()
-            third = await client.ask(Ask(number=3), timeout_s=30)
+            third = await client.request(Ask(number=3), timeout_s=30)
     assert first == Echoed()
     assert isinstance(lost, PeerLost)
     assert third == Echoed(number=3)
@@ -96,10 +96,10 @@ async def test_client_hears_once_of_lost_server_and_goes_on_once_back(bus: Bus) 
     lonely = bus.client(at=nobody, on_gone=gone.append)
     async with bus.running(client, lonely):
         async with bus.running(server):
-            await client.ask(Ask(), timeout_s=30)
+            await client.request(Ask(), timeout_s=30)
         await until(lambda: client.is_gone)
         with pytest.raises(RequestTimeout):
-            await lonely.ask(Ask(), timeout_s=0.5)
+            await lonely.request(Ask(), timeout_s=0.5)
         async with bus.running(bus.server(at=server.endpoint, boot="second")):
             await until(lambda: client.peer_boot == "second")
             still_gone = client.is_gone
@@ -122,7 +122,7 @@ async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> Non
 
     async with bus.running(client):
         async with bus.running(server):
-            await client.ask(Ask(), timeout_s=30)
+            await client.request(Ask(), timeout_s=30)
         earlier.destroy(linger=0)  # the port is free then
         async with await asyncio.start_server(close_connections, "127.0.0.1", port):
             await until(lambda: num_tries >= 6)

@@ -42,7 +42,7 @@ async def test_call_over_limit_is_busy_unless_at_once(bus: Bus, hold: Hold, limi
         with pytest.raises(LocalError) as too_many_here:
             client.send(Ask(), timeout_s=20, on_reply=outcomes.put_nowait)
         refused = await outcomes.get()
-        at_once = await client.ask(AskNow(number=1), timeout_s=30)
+        at_once = await client.request(AskNow(number=1), timeout_s=30)
         for call in hold.calls:
             call.reply(Echoed(text="fine"))
         fine = [await outcomes.get(), await outcomes.get()]
@@ -57,14 +57,14 @@ async def test_a_session_too_many_is_busy_unless_one_idles(bus: Bus, hold: Hold,
     first = bus.client("first", on_notice=lambda _: None)
     code = ""
     async with bus.running(server, first, second):
-        await first.ask(Ping(), timeout_s=20)
+        await first.request(Ping(), timeout_s=20)
         session = session_of(server, "first")
         session.pinned = kept == "pinned"
         if kept == "waits":
             first.send(Ask(), timeout_s=20, on_reply=lambda _: None)
             await hold.arrived.get()
         try:
-            await second.ask(Ping(), timeout_s=20)
+            await second.request(Ping(), timeout_s=20)
         except RequestRefused as refused:
             code = refused.code
     assert code == (ErrorCode.BUSY if kept else "")
@@ -76,7 +76,7 @@ async def test_crowd_of_waiting_senders_keeps_no_other_connection_out(bus: Bus, 
     early, late, crowd = bus.client("early"), bus.client("late"), bus.raw(zmq.DEALER)
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
     async with bus.running(server, early, late):
-        await early.ask(Ping(), timeout_s=30)
+        await early.request(Ping(), timeout_s=30)
         for number in range(20):
             crowd.put(asked(1, f"crowd-{number}"))
         refused = [await crowd.get() for _ in range(13)]
@@ -122,13 +122,13 @@ async def test_frame_at_limit_is_read_over_it_answered_far_over_it_cut(bus: Bus)
         at_limit = await peer.ask(asked(1, fill=bytes(room)))
         over = await peer.ask(asked(2, fill=bytes(room + 1)))
         peer.socket.send(bytes(2 * MAX_FRAME_BYTES))
-        other = await client.ask(Ask(number=1), timeout_s=30)
+        other = await client.request(Ask(number=1), timeout_s=30)
         while not peer.socket.poll(0):
             peer.put(asked(3, op="ping"))
             await anyio.sleep(0.01)
         next_heard = await peer.get()
         with pytest.raises(ProtocolError) as unsent:
-            await client.ask(Ask(fill=bytes(room + 1)), timeout_s=30)
+            await client.request(Ask(fill=bytes(room + 1)), timeout_s=30)
     assert at_limit["ok"]["number"] == 1
     assert (over["re"], over["error"]["code"]) == (0, "too_large")
     assert other == Echoed(number=1)

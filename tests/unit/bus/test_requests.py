@@ -25,14 +25,14 @@ async def test_unreceived_or_unanswered_requests_fail_at_deadline(bus: Bus, hold
     client = bus.client(at=at)
     async with bus.running(client):
         with pytest.raises(RequestTimeout):
-            await client.ask(Ask(number=1), timeout_s=0.05)
+            await client.request(Ask(number=1), timeout_s=0.05)
         async with bus.running(bus.server(hold, at)):
-            await client.ask(Ping(), timeout_s=20)
+            await client.request(Ping(), timeout_s=20)
             with pytest.raises(RequestTimeout) as failure:
-                await client.ask(Ask(number=2), timeout_s=0.05)
-            await client.ask(Ping(), timeout_s=20)  # the server has read what was asked before
+                await client.request(Ask(number=2), timeout_s=0.05)
+            await client.request(Ping(), timeout_s=20)  # the server has read what was asked before
             hold.calls[0].reply(Echoed())
-            await client.ask(Ping(), timeout_s=20)
+            await client.request(Ping(), timeout_s=20)
     assert failure.value.code is ErrorCode.TIMEOUT
     assert [asked.number for asked in hold.asked] == [2]
     assert client.num_pending == 0
@@ -134,8 +134,8 @@ async def test_refusal_or_fault_of_handler_fails_its_request_alone(
     options = {"on_fault": lambda _, call: faults.append(call.op)}
     async with bus.pair(handle, server=options) as (_, client):
         with pytest.raises(RequestRefused) as failure:
-            await client.ask(Ask(text="bad"), timeout_s=20)
-        good = await client.ask(Ask(number=1), timeout_s=20)
+            await client.request(Ask(text="bad"), timeout_s=20)
+        good = await client.request(Ask(number=1), timeout_s=20)
     assert (failure.value.code, failure.value.detail) == (code, detail)
     assert (failure.value.message == "lease is over") is (handler is refuse)
     assert "oops" not in failure.value.message
@@ -147,13 +147,13 @@ async def test_callback_fault_fails_alone_but_unhandled_ends_endpoint(bus: Bus) 
     faults: list[Exception] = []
     async with bus.pair(on_notice=fail, on_fault=faults.append) as (server, client):
         client.send(Ask(), timeout_s=30, on_reply=fail)
-        await client.ask(Ask(), timeout_s=30)
+        await client.request(Ask(), timeout_s=30)
         session_of(server, "client").notify("n", {})
         await until(lambda: len(faults) == 2)
-        reply = await client.ask(Ask(number=1), timeout_s=30)
+        reply = await client.request(Ask(number=1), timeout_s=30)
     with pytest.raises(ExceptionGroup) as failure:
         async with bus.pair(fail) as (_, client):
-            await client.ask(Ask(), timeout_s=20)
+            await client.request(Ask(), timeout_s=20)
     assert [str(fault) for fault in faults] == ["oops"] * 2
     assert reply == Echoed(number=1)
     assert failure.group_contains(RuntimeError, match="oops")
@@ -163,13 +163,15 @@ async def test_a_cancelled_caller_loses_nobody_elses_message(bus: Bus, hold: Hol
     async with bus.pair(hold) as (server, client):
         for number in range(10):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(lambda: client.ask(Ask(), timeout_s=30))
+                tasks.start_soon(lambda: client.request(Ask(), timeout_s=30))
                 call = await hold.arrived.get()
                 call.reply(Echoed())
                 tasks.cancel_scope.cancel()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(hold.echo_next)
-                assert await client.ask(Ask(number=number), timeout_s=30) == Echoed(number=number)
+                assert await client.request(Ask(number=number), timeout_s=30) == Echoed(
+                    number=number
+                )
     assert client.num_pending == len(server.pending) == 0
 
 
@@ -207,9 +209,9 @@ async def test_messages_of_one_loop_turn_arrive_in_order(bus: Bus, hold: Hold, a
     client, other = bus.client(at=server.endpoint), bus.client(at=server.endpoint)
     replies: list[Any] = []
     async with bus.running(server), bus.running(other):
-        await other.ask(Ping(), timeout_s=20)
+        await other.request(Ping(), timeout_s=20)
         async with bus.running(client):
-            await client.ask(Ping(), timeout_s=20)
+            await client.request(Ping(), timeout_s=20)
             for number in range(5):
                 client.send(Ask(number=number), timeout_s=20, on_reply=lambda _: None)
             client.close()
@@ -227,10 +229,10 @@ async def test_messages_of_one_loop_turn_arrive_in_order(bus: Bus, hold: Hold, a
 async def test_notices_arrive_in_order_between_surrounding_replies(bus: Bus) -> None:
     received: list[int] = []
     async with bus.pair(on_notice=lambda one: received.append(one.seq)) as (server, client):
-        await client.ask(Ask(), timeout_s=30)
+        await client.request(Ask(), timeout_s=30)
         for _ in range(500):
             session_of(server, "client").notify("n", {})
-        await client.ask(Ask(), timeout_s=30)
+        await client.request(Ask(), timeout_s=30)
     assert received == list(range(1, 501))
 
 

@@ -234,12 +234,12 @@ async def test_abandoned_agent_refuses_commit(site: Site, monkeypatch: pytest.Mo
         site.prefill.signal(signal.SIGCONT)
         is_over.wait(WITHIN_S)
 
-    ask = Peer.ask
+    ask = Peer.request
     offer = await site.offer(readers=2)
     offer.ended.then(go_on)
     with monkeypatch.context() as patch:
         before_each_copy(patch, lambda: site.prefill.signal(signal.SIGSTOP))
-        patch.setattr(Peer, "ask", note)
+        patch.setattr(Peer, "request", note)
         fetch = site.fetch(offer)
         await until(lambda: asked)
         async with anyio.create_task_group() as tasks:
@@ -269,14 +269,14 @@ async def test_offer_at_stopped_agent_keeps_blocks_until_answered(site: Site, re
 async def test_commits_are_reported_in_few_bounded_messages(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, ask = list[int](), Peer.ask
+    told, ask = list[int](), Peer.request
 
     def note(peer: Peer, message: Request[Any], *rest: Any) -> None:
         ask(peer, message, *rest)
         if isinstance(message, protocol.ReportCommits):
             told.append(len(message.tokens))
 
-    monkeypatch.setattr(Peer, "ask", note)
+    monkeypatch.setattr(Peer, "request", note)
     monkeypatch.setattr("kvbus_decode.lease_client.MAX_COMMITS", 2)
     offers = [await site.offer() for _ in range(16)]
     fetches = [site.fetch(offer) for offer in offers]

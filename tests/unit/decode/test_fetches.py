@@ -146,7 +146,8 @@ AGAIN, SPREAD_AGAIN = requested(repeated=1), requested(repeated=1, remote_ranks=
 COMMITTED, DENIED = (answered(QUERY, protocol.CommitAnswer(is_so, 32)) for is_so in (True, False))
 # fmt: off
 WORDS = {
-    SendReply: "ok", ev.StopReads: "stop", ev.AskOthers: "ask others", ev.EndAttempt: "end",
+    SendReply: "ok", ev.StopReads: "stop", ev.RequestRemoteParts: "ask others",
+    ev.EndAttempt: "end",
     ev.AcquirePeer: "hold", ev.FindRoute: "resolve", ev.EndEarlierParts: "end parts",
     BlocksFreed: "freed", protocol.Landed: "landed", AwaitOffer: "await_offer", Acquire: "acquire",
     Renew: "renew", protocol.CommitQuery: "query", Commit: "commit", Release: "release",
@@ -172,7 +173,7 @@ def _word(command: ev.Command) -> str:  # noqa: PLR0911
             return f"read {command.start}-{command.stop}" + command.last * " last"
         case ev.ReportFetched():
             return _end(command)
-        case ev.Ask(message=message) | ev.NotifyAgent(message=message):
+        case ev.SendRequest(message=message) | ev.NotifyAgent(message=message):
             word = WORDS[type(message)]
             if isinstance(message, Acquire | Commit | Renew) and message.agent_boot != "boot":
                 word += f" {message.agent_boot}"

@@ -30,10 +30,10 @@ class Broken:
     """A directory that has no agents."""
 
     def __init__(self) -> None:
-        self.asked_at: list[float] = []
+        self.requested_at: list[float] = []
 
     def acquire(self, _: object) -> None:
-        self.asked_at.append(asyncio.get_running_loop().time())
+        self.requested_at.append(asyncio.get_running_loop().time())
         raise ZeroDivisionError
 
 
@@ -47,11 +47,11 @@ async def test_defect_of_connecting_is_retried(monkeypatch: pytest.MonkeyPatch) 
         nothing: Any = None
         peers = PeerPreconnector(agent, config, directory, nothing)
         peers.start()
-        await until(lambda: len(broken.asked_at) == 5)
+        await until(lambda: len(broken.requested_at) == 5)
         assert "ZeroDivisionError" in peers.view(peer).problem
         assert peers.num_connected == 0
         tasks.cancel_scope.cancel()
-    first, *_, last = broken.asked_at
+    first, *_, last = broken.requested_at
     assert last - first >= 0.02 + 0.04 + 0.08 + 0.16
 
 
@@ -97,9 +97,9 @@ async def test_moved_agent_is_found_by_name(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "event missed"])
 async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_reported: bool
 ) -> None:
-    if not is_told:
+    if not is_reported:
         monkeypatch.setattr("kvbus_decode.peers.TOPICS", ("offer.sealed",))
         monkeypatch.setattr("kvbus_decode.route_book.IDLE_ROUTE_S", 0.001)
     settings = {"mapped": False, "late_read_s": 0.1}
@@ -111,7 +111,7 @@ async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
                     assert await works(read, reader)
                     assert len(list(both.routes)) == 1
                     processes.update(both.processes())
-                if is_told:
+                if is_reported:
                     await until(lambda: not list(both.routes))
         await until(lambda: all(map(given_back, processes)))
 

@@ -47,7 +47,7 @@ class Reader:
     client: RequestClient
 
     async def ask(self, message: Request[R]) -> R:
-        return await self.client.ask(message, timeout_s=WITHIN_S)
+        return await self.client.request(message, timeout_s=WITHIN_S)
 
 
 @dataclass

@@ -23,12 +23,14 @@ def id_of(name: str) -> str:
     return f"offer {name[0]}"
 
 
-def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Asked[AwaitOffer]:
-    return ev.Asked(AwaitOffer(transfer_id=name, wait_s=wait_s), who, fresh=f"until {id_of(name)}")
+def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.RequestReceived[AwaitOffer]:
+    return ev.RequestReceived(
+        AwaitOffer(transfer_id=name, wait_s=wait_s), who, fresh=f"until {id_of(name)}"
+    )
 
 
-def declined(who: str, name: str = NAME) -> ev.Asked[Decline]:
-    return ev.Asked(Decline(transfer_id=name), who, fresh=f"until {id_of(name)}")
+def declined(who: str, name: str = NAME) -> ev.RequestReceived[Decline]:
+    return ev.RequestReceived(Decline(transfer_id=name), who, fresh=f"until {id_of(name)}")
 
 
 def made(name: str = NAME, request_id: str = "") -> ev.Opened:
@@ -38,7 +40,7 @@ def made(name: str = NAME, request_id: str = "") -> ev.Opened:
 
 
 MADE, DUE = made(), DeadlinePassed()
-WITHDRAWN = ev.Asked(WithdrawOffer(offer_id=id_of(NAME)), "engine", engine_id="engine")
+WITHDRAWN = ev.RequestReceived(WithdrawOffer(offer_id=id_of(NAME)), "engine", engine_id="engine")
 ENDED = (WITHDRAWN, {"engine": "ok"})
 GONE, THERE, DRAINS = ev.EnginesGone(), ev.EngineReady(), DrainStarted()
 

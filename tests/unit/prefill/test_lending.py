@@ -37,7 +37,7 @@ def question(agent: PrefillAgent, source: Engine, **changes: Any) -> dict[str, A
 
 
 async def ask(channel: FrameChannel, message: dict[str, Any]) -> tuple[MemoryLent, list[int]]:
-    answer, fds = await channel.ask(message)
+    answer, fds = await channel.request(message)
     return from_body(MemoryLent, answer), fds
 
 

@@ -34,7 +34,7 @@ OF: dict[str, Any] = {"agent_boot": "boot", "offer_id": "o1"}
 Process = tuple[str, str]
 NEXT: Process = ("decode-0", "second boot")
 NO_PROCESS: Process = ("", "")
-Asked = ev.Asked[Any]
+Asked = ev.RequestReceived[Any]
 
 
 def opened(
@@ -48,7 +48,7 @@ def opened(
 
 def asked(message: Request[Any], **more: str) -> Asked:
     """A request of a peer, or of the engine ``engine_id``."""
-    return ev.Asked(message=message, reply_to=message.op, **more)
+    return ev.RequestReceived(message=message, reply_to=message.op, **more)
 
 
 def by_engine(message: Request[Any]) -> Asked:

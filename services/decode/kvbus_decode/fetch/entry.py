@@ -104,8 +104,8 @@ class FetchEntry:
     state: FetchState
     entered_at: float
     stages_s: dict[FetchState, float] = field(default_factory=dict)
-    question: Request[Any] | None = None
-    ask_at: float | None = None
+    request_sent: Request[Any] | None = None
+    request_at: float | None = None
     refresh_needed: bool = False
     held: Granted | None = None
     lease_ends_at: float = 0.0
@@ -152,7 +152,7 @@ class FetchEntry:
 
     @property
     def is_acquiring(self) -> bool:
-        return isinstance(self.question, Acquire)
+        return isinstance(self.request_sent, Acquire)
 
     @property
     def is_stale(self) -> bool:
@@ -171,11 +171,11 @@ class FetchEntry:
     # agent sends no new request in the grace.
     @property
     def is_undecided(self) -> bool:
-        return self.unconfirmed or isinstance(self.question, Commit)
+        return self.unconfirmed or isinstance(self.request_sent, Commit)
 
     @property
     def ends_at(self) -> float:
-        return self.answer_until if isinstance(self.question, Commit) else self.deadline
+        return self.answer_until if isinstance(self.request_sent, Commit) else self.deadline
 
     @property
     def due_at(self) -> float | None:
@@ -184,14 +184,14 @@ class FetchEntry:
         times = [self.ends_at]
         if self.place is not None:
             times.append(self.place_until)
-        if self.ask_at is not None:
-            times.append(self.ask_at)
+        if self.request_at is not None:
+            times.append(self.request_at)
         if self.held is not None and self.state in LEASED:
             times.append(self.lease_ends_at)
         return min(times)
 
     def makes_progress(self, now: float) -> bool:
-        waits = self.ask_at is not None and self.chunk is None
+        waits = self.request_at is not None and self.chunk is None
         return self.state in UNDER_WAY and not waits and now < self.place_until
 
     def next_chunk(self) -> ev.ReadChunk | None:
@@ -210,7 +210,7 @@ class FetchEntry:
         return ev.ReadChunk(self.requested, epoch, token, dict(self.tables), start, stop, last)
 
     def retire(self) -> None:
-        self.tables, self.held, self.question = {}, None, None
+        self.tables, self.held, self.request_sent = {}, None, None
         requested = self.requested
         self.requested = replace(
             requested,
@@ -261,12 +261,12 @@ class FetchEntry:
         self.num_ready, self.sealed = granted.num_tokens, granted.sealed
 
     def receive(self, sent_at: float, granted: Granted) -> None:
-        self.held, self.question = granted, None
+        self.held, self.request_sent = granted, None
         self.lease_ends_at = sent_at + granted.lease_s
-        self.ask_at = sent_at + granted.lease_s / 3
+        self.request_at = sent_at + granted.lease_s / 3
 
     def end_attempt(self) -> None:
-        self.question, self.held, self.refresh_needed = None, None, False
+        self.request_sent, self.held, self.refresh_needed = None, None, False
         self.requested = replace(self.requested, has_route=False, speculative=None)
         if self.unconfirmed:
             return

@@ -163,10 +163,10 @@ TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
-# Ask, FindRoute, ReadChunk, AskOthers and EndEarlierParts are answered exactly once.
+# Ask, FindRoute, ReadChunk, RequestRemoteParts and EndEarlierParts are answered exactly once.
 
 
-class Ask(Value, frozen=True):
+class SendRequest(Value, frozen=True):
     requested: Requested
     attempt: int
     message: Request[Any]
@@ -207,7 +207,7 @@ class ReadChunk(Value, frozen=True):
     last: bool
 
 
-class AskOthers(Value, frozen=True):
+class RequestRemoteParts(Value, frozen=True):
     requested: Requested
     attempt: int
 
@@ -250,12 +250,12 @@ class ReportFetched(Value, frozen=True):
 Command = (
     SendReply
     | Refuse
-    | Ask
+    | SendRequest
     | NotifyAgent
     | AcquirePeer
     | FindRoute
     | ReadChunk
-    | AskOthers
+    | RequestRemoteParts
     | EndEarlierParts
     | EndAttempt
     | StopReads

@@ -7,7 +7,14 @@ from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus.table.table import Context, Table
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve, start
+from kvbus_decode.fetch.transitions import (
+    TRANSITIONS,
+    Commands,
+    release,
+    resolve,
+    send_request,
+    start,
+)
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
@@ -102,10 +109,10 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 fetch.remote_parts_read = True
                 commands.append(ev.EndEarlierParts(fetch.requested))
             else:
-                commands.append(ask(fetch, at))
+                commands.append(send_request(fetch, at))
         elif not event.has_ticket:
             fetch.state = FetchState.AWAITING
-            commands.append(ask(fetch, at))
+            commands.append(send_request(fetch, at))
         elif not event.has_route:
             fetch.state, commands = FetchState.RESOLVING, [resolve(fetch, at)]
         elif (place := self._places.acquire_at_once(fetch.turn.owner)) is None:

@@ -68,7 +68,7 @@ READ_HINT = (
 )
 
 
-def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
+def send_request(fetch: FetchEntry, at: Context) -> ev.SendRequest:
     """Return the state's request, the only one in flight; its reply covers all hints."""
     if fetch.state is AWAITING:
         name = fetch.requested.ticket.secret  # all that the rendezvous names of the ticket
@@ -90,11 +90,11 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             known_blocks={group: len(table) for group, table in tables.items()},
             nixl_agent=fetch.home_nixl,
         )
-    fetch.question, fetch.ask_at, fetch.refresh_needed = message, None, False
+    fetch.request_sent, fetch.request_at, fetch.refresh_needed = message, None, False
     is_short = isinstance(message, Acquire | CommitQuery)
     longest_s = at.limits.request_timeout_s if is_short else math.inf
     timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
-    return ev.Ask(fetch.requested, fetch.attempts, message, timeout_s)
+    return ev.SendRequest(fetch.requested, fetch.attempts, message, timeout_s)
 
 
 def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
@@ -131,16 +131,16 @@ def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
     return Commit(token=requested.commit_token, nixl_agent=fetch.nixl_agent, **shown)
 
 
-def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+def retry_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """Retry an early request after a change of the offer, or a pause: events can be lost."""
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
     is_leased = fetch.held is not None and not fetch.is_speculative
     if error.code not in EARLY or (fetch.is_undecided and is_leased):
         return retry_or_fail(fetch, error, at)
-    fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
+    fetch.request_sent, fetch.request_at = None, at.now + _pause_s(event, at)
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    return [ask(fetch, at)] if fetch.refresh_needed else []
+    return [send_request(fetch, at)] if fetch.refresh_needed else []
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
@@ -153,8 +153,8 @@ def _pause_s(event: ev.Answered, at: Context) -> float:
 def on_offer_changed(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
     if fetch.repeated and fetch.remote_parts_read:  # parts of the earlier process end first
         return []
-    if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
-        return [ask(fetch, at)]
+    if fetch.request_sent is None and (fetch.held is not None or fetch.chunk is None):
+        return [send_request(fetch, at)]
     fetch.refresh_needed = True
     return []
 
@@ -165,7 +165,11 @@ def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Comman
     if fetch.held is not None and fetch.state in LEASED and fetch.lease_ends_at <= at.now:
         message = "the lease ended before the read did"
         return retry_or_fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
-    return [ask(fetch, at)] if fetch.ask_at is not None and fetch.ask_at <= at.now else []
+    return (
+        [send_request(fetch, at)]
+        if fetch.request_at is not None and fetch.request_at <= at.now
+        else []
+    )
 
 
 def _overdue(fetch: FetchEntry) -> RemoteError:
@@ -182,8 +186,8 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
 
 def apply_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(event.outcome, Ticket):
-        return ask_later_or_fail(fetch, event, at)
-    fetch.question, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
+        return retry_later_or_fail(fetch, event, at)
+    fetch.request_sent, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
     fetch.boot = event.outcome.agent_boot
     fetch.enter(RESOLVING, at.now)
     return [resolve(fetch, at)]
@@ -208,18 +212,18 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
 def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     if fetch.unconfirmed:
         fetch.enter(COMMITTING, at.now)
-        return [ask(fetch, at)]
+        return [send_request(fetch, at)]
     speculative = fetch.requested.speculative
     if speculative is None:
         fetch.enter(ACQUIRING, at.now)
-        return [ask(fetch, at)]
+        return [send_request(fetch, at)]
     fetch.is_speculative = fetch.sealed = True
     fetch.tables, fetch.num_ready = dict(speculative.tables), fetch.requested.ticket.num_tokens
     commands = go_on(fetch, at)
     if fetch.chunk is not None and speculative.acquires:
-        return [ask(fetch, at), *commands]
+        return [send_request(fetch, at), *commands]
     if fetch.chunk is not None:
-        fetch.ask_at = at.now + at.limits.acquire_after_s  # most reads end before
+        fetch.request_at = at.now + at.limits.acquire_after_s  # most reads end before
     return commands
 
 
@@ -232,12 +236,12 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
         fetch.enter(ACQUIRING if fetch.is_acquiring else WAITING, at.now)
         return []
     fetch.enter(COMMITTING, at.now)
-    return [ask(fetch, at)]
+    return [send_request(fetch, at)]
 
 
 def apply_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(event.outcome, Granted):
-        return ask_later_or_fail(fetch, event, at)
+        return retry_later_or_fail(fetch, event, at)
     commands: Commands = []
     is_first = fetch.held is None
     try:
@@ -246,11 +250,11 @@ def apply_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
         return fail(fetch, error, at)
     if is_first and fetch.requested.remote_ranks:
         fetch.remote_parts_read = True
-        commands.append(ev.AskOthers(fetch.requested, fetch.attempts))
+        commands.append(ev.RequestRemoteParts(fetch.requested, fetch.attempts))
     if fetch.chunk is None:
         commands += go_on(fetch, at)
     if fetch.refresh_needed and not fetch.sealed:
-        commands.append(ask(fetch, at))
+        commands.append(send_request(fetch, at))
     return commands
 
 
@@ -269,7 +273,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """Complete the fetch; only a granted `Commit` proves the KV valid."""
     if event.error is not None:
-        return ask_later_or_fail(fetch, event, at)
+        return retry_later_or_fail(fetch, event, at)
     fetch.error = None
     fetch.enter(COMPLETED, at.now)
     return [fetch.report(COMPLETED)]
@@ -287,11 +291,11 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 # free the blocks under the second read. The second `Commit`, with the same token, would then be
 # granted.
 def apply_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    if not isinstance(fetch.question, CommitQuery):  # reply to a request of an earlier state
+    if not isinstance(fetch.request_sent, CommitQuery):  # reply to a request of an earlier state
         return []
     if not isinstance(event.outcome, CommitAnswer):
-        return ask_later_or_fail(fetch, event, at)
-    fetch.question, fetch.ask_at, fetch.repeated = None, None, False
+        return retry_later_or_fail(fetch, event, at)
+    fetch.request_sent, fetch.request_at, fetch.repeated = None, None, False
     if event.outcome.committed:
         fetch.note_committed(event.outcome)
         fetch.enter(COMPLETED, at.now)
@@ -300,14 +304,14 @@ def apply_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> C
         fetch.enter(QUEUED, at.now)
         return []
     fetch.enter(RESOLVING if fetch.requested.has_ticket else AWAITING, at.now)
-    return [resolve(fetch, at) if fetch.requested.has_ticket else ask(fetch, at)]
+    return [resolve(fetch, at) if fetch.requested.has_ticket else send_request(fetch, at)]
 
 
 def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     fetch.land(event)
     if event.error is not None:
         return fail(fetch, event.error, at)
-    return [ask(fetch, at)] if fetch.repeated else []
+    return [send_request(fetch, at)] if fetch.repeated else []
 
 
 # Why an attempt may be repeated, and what it keeps:
@@ -334,11 +338,11 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
     is_final = error.code not in RETRIED or fetch.deadline <= at.now
     if is_final or (fetch.state is AWAITING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)
-    has_asked = fetch.state is COMMITTING and not fetch.repeated
-    fetch.unconfirmed |= has_asked and not isinstance(error, RequestRefused)
-    if has_asked and error.code is ErrorCode.STALE and fetch.is_stale:
+    has_sent_commit = fetch.state is COMMITTING and not fetch.repeated
+    fetch.unconfirmed |= has_sent_commit and not isinstance(error, RequestRefused)
+    if has_sent_commit and error.code is ErrorCode.STALE and fetch.is_stale:
         fetch.read_again()
-    fetch.error, fetch.failed_in, fetch.ask_at = error.without_frames(), fetch.state, None
+    fetch.error, fetch.failed_in, fetch.request_at = error.without_frames(), fetch.state, None
     fetch.enter(RETRYING, at.now)
     return [stop_reads(fetch)] if fetch.in_flight else _end_attempt(fetch, error, at)
 
@@ -353,17 +357,17 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
         return fail(fetch, error, at)
     commands = [] if fetch.unconfirmed else release_lease(fetch)
     fetch.end_attempt()
-    fetch.ask_at = at.now + pause_s
+    fetch.request_at = at.now + pause_s
     return [*commands, ev.EndAttempt(fetch.requested, fetch.attempts, error)]
 
 
 def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    if fetch.ask_at is None or fetch.ask_at > at.now:
+    if fetch.request_at is None or fetch.request_at > at.now:
         return []
     fetch.attempts += 1
-    fetch.ask_at = None
+    fetch.request_at = None
     repeats_commit = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
     if fetch.repeated:
         fetch.enter(COMMITTING, at.now)
@@ -372,7 +376,10 @@ def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
         return [resolve(fetch, at)]
     else:
         fetch.enter(COMMITTING if repeats_commit else AWAITING, at.now)
-    return [ev.AcquirePeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
+    return [
+        ev.AcquirePeer(fetch.requested, fetch.attempts, fetch.deadline),
+        send_request(fetch, at),
+    ]
 
 
 def end_stopped_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:

@@ -89,7 +89,9 @@ class Lease:
     end: ErrorCode | None = None
     is_done: bool = False
 
-    def is_outlived_by(self, event: ev.Asked[Acquire] | ev.Asked[Commit]) -> bool:
+    def is_outlived_by(
+        self, event: ev.RequestReceived[Acquire] | ev.RequestReceived[Commit]
+    ) -> bool:
         """Return whether the request is from a later process of the reader.
 
         Agent names are not authenticated. But the sender of a false name has the ticket's secret,
@@ -194,7 +196,7 @@ class OfferEntry:
             for group, added in more.items()
         }
 
-    def check_right(self, event: ev.Asked[Any]) -> None:
+    def check_right(self, event: ev.RequestReceived[Any]) -> None:
         """Raise `LocalError` without the right to a request.
 
         An unknown lease passes, and is stale later.
@@ -251,7 +253,11 @@ class OfferEntry:
         return lease
 
     def add_lease(
-        self, event: ev.Asked[Acquire] | ev.Asked[Commit], token: str, now: float, held_until: float
+        self,
+        event: ev.RequestReceived[Acquire] | ev.RequestReceived[Commit],
+        token: str,
+        now: float,
+        held_until: float,
     ) -> Lease:
         """Add a lease without time, and remove old ones that have ended."""
         message = event.message

@@ -21,7 +21,7 @@ from kvbus.table.events import (
 M = TypeVar("M", bound=Message)
 
 
-class Asked(Value, Generic[M], frozen=True):
+class RequestReceived(Value, Generic[M], frozen=True):
     """Request of a local engine (``engine_id``), or of a reader with the CURVE key ``holder``.
 
     ``fresh`` is a secret for a new lease or offer.
@@ -86,7 +86,7 @@ class EnginesGone(Value, frozen=True):
 
 
 Event = (
-    Asked[Any]
+    RequestReceived[Any]
     | Opened
     | Restored
     | CellCommitted

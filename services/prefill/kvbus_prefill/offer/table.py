@@ -116,7 +116,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     earlier process   commit ──────────────────────────▶ stale
     #     next process            query: no ──▶ reads again ──▶ commit: yes
     #     offer                   └ denied: the token, but to the next process
-    def _answer_committed(self, event: ev.Asked[CommitQuery], now: float) -> Commands:
+    def _answer_committed(self, event: ev.RequestReceived[CommitQuery], now: float) -> Commands:
         request, offer = event.message, self._committed(event.message)
         is_committed = offer is not None and offer.has_committed(request.token, event.holder)
         if offer is None or not is_committed:
@@ -137,7 +137,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def _handle(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.Restored):
             return self._restore(event, now)
-        if not isinstance(event, ev.Asked | ev.Opened):
+        if not isinstance(event, ev.RequestReceived | ev.Opened):
             return self._apply_all(self._hit_by(event, now), event, now)
         try:
             if isinstance(event, ev.Opened):
@@ -146,7 +146,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         except KVBusError as error:
             return [Refuse(event.reply_to, error)]
 
-    def _answer(self, event: ev.Asked[Any], now: float) -> Commands:
+    def _answer(self, event: ev.RequestReceived[Any], now: float) -> Commands:
         if isinstance(event.message, AwaitOffer | Decline):
             return self._answer_by_name(event, event.message, now)
         if isinstance(event.message, CommitQuery):
@@ -167,7 +167,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         is_committed = code is ErrorCode.OFFER_COMPLETED
         ended = ev.CellCommitted(entry.offer_id) if is_committed else EngineLost(entry.engine_id)
         commands = super()._apply(entry, ended, now)
-        if not isinstance(event, ev.Asked):
+        if not isinstance(event, ev.RequestReceived):
             return commands
         try:
             return commands + super()._apply(entry, event, now)
@@ -239,7 +239,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return self._apply(self._enter_as(offer_id, name), event, now)
 
     def _answer_by_name(
-        self, event: ev.Asked[Any], message: AwaitOffer | Decline, now: float
+        self, event: ev.RequestReceived[Any], message: AwaitOffer | Decline, now: float
     ) -> Commands:
         name = message.transfer_id
         offer, used = self._named.get(name), self._used_names.get(name)
@@ -262,7 +262,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     asked     └─────┴▶ engine_lost              │
     #     asked               └───────────────────────┴▶ busy: the reader retries
     #     asked                                            └▶ engine_not_ready, if none is ready
-    def _within_grace(self, event: ev.Asked[Any], message: AwaitOffer, now: float) -> ev.Asked[Any]:
+    def _within_grace(
+        self, event: ev.RequestReceived[Any], message: AwaitOffer, now: float
+    ) -> ev.RequestReceived[Any]:
         until = self._engines_awaited_until
         if until is None:
             return event

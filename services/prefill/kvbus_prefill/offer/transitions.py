@@ -42,7 +42,7 @@ AWAITED, OPEN = OfferState.AWAITED, OfferState.OPEN
 SEALED, RELEASED = OfferState.SEALED, OfferState.RELEASED
 
 
-def done(event: ev.Asked[Any]) -> SendReply:
+def done(event: ev.RequestReceived[Any]) -> SendReply:
     return SendReply(event.reply_to, Empty())
 
 
@@ -63,7 +63,7 @@ def ended(offer: OfferEntry) -> LocalError:
 # Before the offer is made: readers wait for it by name. Without readers, the entry is removed.
 
 
-def wait(offer: OfferEntry, event: ev.Asked[AwaitOffer], at: Context) -> Commands:
+def wait(offer: OfferEntry, event: ev.RequestReceived[AwaitOffer], at: Context) -> Commands:
     offer.waiting[event.reply_to] = at.now + min(event.message.wait_s, at.limits.max_wait_s)
     return []
 
@@ -90,7 +90,7 @@ def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
     return [Refuse(reply_to, error) for reply_to in offer.waiting]
 
 
-def decline(offer: OfferEntry, event: ev.Asked[Decline], _: Context) -> Commands:
+def decline(offer: OfferEntry, event: ev.RequestReceived[Decline], _: Context) -> Commands:
     offer.state, offer.ended_by = RELEASED, ErrorCode.CANCELLED
     return [*(Refuse(reply_to, declined()) for reply_to in offer.waiting), done(event)]
 
@@ -143,7 +143,7 @@ def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
     return [Refuse(reply_to, ended(offer)) for reply_to in offer.waiting]
 
 
-def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+def repeat_reply(offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
     return (
         []
         if offer.ticket is None
@@ -165,7 +165,7 @@ def _stop_waiting(offer: OfferEntry, reply_to: object) -> None:
 # Changes by the engine.
 
 
-def extend(offer: OfferEntry, event: ev.Asked[ExtendOffer], at: Context) -> Commands:
+def extend(offer: OfferEntry, event: ev.RequestReceived[ExtendOffer], at: Context) -> Commands:
     message = event.message
     if message.num_tokens < offer.num_tokens:
         raise LocalError(
@@ -177,13 +177,13 @@ def extend(offer: OfferEntry, event: ev.Asked[ExtendOffer], at: Context) -> Comm
     return [done(event), offer.published("offer.extended")]
 
 
-def seal(offer: OfferEntry, event: ev.Asked[SealOffer], at: Context) -> Commands:
+def seal(offer: OfferEntry, event: ev.RequestReceived[SealOffer], at: Context) -> Commands:
     offer.state = SEALED
     offer.wait_until(at.now + offer.ttl_s)
     return [done(event), offer.published("offer.sealed")]
 
 
-def withdraw(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+def withdraw(offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
     return [done(event), *offer.release(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)]
 
 
@@ -206,7 +206,7 @@ def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
     return commands
 
 
-def acquire(offer: OfferEntry, event: ev.Asked[Acquire], at: Context) -> Commands:
+def acquire(offer: OfferEntry, event: ev.RequestReceived[Acquire], at: Context) -> Commands:
     """Grant a lease under a new epoch; a repeated request gets no more time than a renewal."""
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
@@ -220,18 +220,18 @@ def acquire(offer: OfferEntry, event: ev.Asked[Acquire], at: Context) -> Command
     ]
 
 
-def renew(offer: OfferEntry, event: ev.Asked[Renew], at: Context) -> Commands:
+def renew(offer: OfferEntry, event: ev.RequestReceived[Renew], at: Context) -> Commands:
     lease = offer.live_lease(event.message.epoch)
     return [SendReply(event.reply_to, offer.grant(lease, event.message, at))]
 
 
-def release(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Commands:
+def release(offer: OfferEntry, event: ev.RequestReceived[Release], _: Context) -> Commands:
     lease = offer.live_lease(event.message.epoch)
     return [done(event), offer.end_lease(lease, "ended")]
 
 
 def _leases_of(
-    offer: OfferEntry, event: ev.Asked[Acquire] | ev.Asked[Commit]
+    offer: OfferEntry, event: ev.RequestReceived[Acquire] | ev.RequestReceived[Commit]
 ) -> tuple[list[Lease], list[Lease]]:
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
@@ -289,7 +289,7 @@ def _check_room(
 #
 # The table compares tables from a ticket: bytes from an altered ticket are not KV of this offer.
 # Tables from a grant are the offer's own, so the commit omits them.
-def commit(offer: OfferEntry, event: ev.Asked[Commit], at: Context) -> Commands:
+def commit(offer: OfferEntry, event: ev.RequestReceived[Commit], at: Context) -> Commands:
     """Complete a read. The commit of the last reader ends the offer; a part's commit does not."""
     message, own, outlived = event.message, list[Lease](), list[Lease]()
     if offer.denied.get(message.token, message.reader_boot) != message.reader_boot:
@@ -337,7 +337,7 @@ def _check_read(offer: OfferEntry, message: Commit) -> None:
         )
 
 
-def _without_lease(offer: OfferEntry, event: ev.Asked[Commit]) -> LocalError:
+def _without_lease(offer: OfferEntry, event: ev.RequestReceived[Commit]) -> LocalError:
     who = event.message.reader_id, event.holder
     mine = [one.end for one in offer.leases.values() if (one.reader_id, one.holder) == who]
     return LocalError(
@@ -347,7 +347,9 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Commit]) -> LocalError:
     )
 
 
-def refuse_early_commit(offer: OfferEntry, _event: ev.Asked[Commit], at: Context) -> Commands:
+def refuse_early_commit(
+    offer: OfferEntry, _event: ev.RequestReceived[Commit], at: Context
+) -> Commands:
     """Refuse the commit; each keeps the offer for ``max_lease_s``, and all for ``max_hold_s``."""
     if offer.hold_ends_at is None:
         offer.hold_ends_at = at.now + at.limits.max_hold_s
@@ -358,23 +360,23 @@ def refuse_early_commit(offer: OfferEntry, _event: ev.Asked[Commit], at: Context
 # After the seal, or the release.
 
 
-def refuse_sealed(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Commands:
+def refuse_sealed(offer: OfferEntry, _event: ev.RequestReceived[Any], _: Context) -> Commands:
     raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
 
 
-def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+def refuse_ended(offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
     if isinstance(event.message, Renew | Release):
         offer.live_lease(event.message.epoch)
     raise ended(offer)
 
 
-def commit_again(offer: OfferEntry, event: ev.Asked[Commit], at: Context) -> Commands:
+def commit_again(offer: OfferEntry, event: ev.RequestReceived[Commit], at: Context) -> Commands:
     """Repeat a lost reply, only to the reader that has committed the offer."""
     is_own = offer.has_committed(event.message.token, event.holder)
     return [done(event)] if is_own else refuse_ended(offer, event, at)
 
 
-def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+def withdraw_again(_offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
     return [done(event)]
 
 
@@ -388,7 +390,7 @@ TRANSITIONS = transitions(
     ((AWAITED,), (MakeOffer,), make, LIVE),
     ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
     (LIVE, (MakeOffer,), make_again, ()),
-    (LIVE, (AwaitOffer,), tell, ()),
+    (LIVE, (AwaitOffer,), repeat_reply, ()),
     (LIVE, (ev.Abandoned,), ignore, ()),
     ((OPEN,), (ExtendOffer,), extend, ()),
     ((OPEN,), (SealOffer,), seal, (SEALED,)),
