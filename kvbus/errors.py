@@ -55,7 +55,7 @@ class ErrorCode(StrEnum):
     the state that the message is about. Shake hands or register again."""
     FORBIDDEN = "forbidden"
     """Missing or invalid credential: the ticket's secret, the lease's token, the ``rank_secret`` of
-    the memory, or a key with the right role. Do: pass tickets on unchanged, and make each side
+    the ranks, or a key with the right role. Do: pass tickets on unchanged, and make each side
     trust the other's key."""
     PROMPT_MISMATCH = "prompt_mismatch"
     """The ticket is for another prompt than the fetch, or has no prompt digest where tickets are

@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Completion, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OnLanded, fetch_message
-from kvbus.engine.retrying import PendingRequest, RequestRetrier
+from kvbus.engine.retrying import NOT_BEGUN, PendingRequest, RequestRetrier
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
     FetchFailed,
     KVBusError,
     LocalError,
+    PeerLost,
     RequestRefused,
 )
 from kvbus.geometry import EngineSpec
@@ -36,6 +37,7 @@ LOST = "lost"
 MAX_RELEASES_AT_ONCE = 8
 MAX_RELEASES = 4096
 RELEASE_WITHIN_S = 10.0
+RELEASE_PAUSE_S = 1.0
 AGENT_ENDED = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.PEER_LOST)
 
 
@@ -54,7 +56,7 @@ class FetchRequest(PendingRequest[StartFetch]):
         self.notice: Fetched | None = None
         """Stage ``silent`` means a stopped agent."""
         self.is_cancelled = self.releases_offer = False
-        """By a cancellation that was sent."""
+        """``releases_offer`` until another agent is to release the ticket's offer."""
 
     @property
     def fetch_id(self) -> str:
@@ -161,7 +163,7 @@ class Fetches(RequestRetrier[FetchRequest]):
             if one.notice is not None:
                 one.free()
                 return
-            if one.is_cancelled:  # the agent refuses the cancellation, too
+            if one.is_cancelled and error.code in (ErrorCode.BUSY, *NOT_BEGUN):  # no retry
                 self._end_cancelled(one, is_lost=False)
                 return
         super().on_refusal(connection, one, error)
@@ -178,11 +180,18 @@ class Fetches(RequestRetrier[FetchRequest]):
             super().wait(one, error)
 
     def cancel(self, fetch: FetchRequest, release_offer: bool, done: Completion[None]) -> None:
+        fetch.releases_offer = fetch.releases_offer or release_offer
+        self.cancel_request(fetch, release_offer, done)
+
+    def cancel_request(
+        self, fetch: FetchRequest, release_offer: bool, done: Completion[None]
+    ) -> None:
+        """Cancel; if no agent has begun the fetch, its offer is not released."""
+        fetch.is_cancelled = True
         is_away, is_waiting = fetch in self._away, self.remove(fetch)
         if is_away or is_waiting:
             self._end_cancelled(fetch, is_lost=is_away)
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
-        is_committed = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
         connection = fetch.connection
         if (
             connection is None
@@ -190,16 +199,15 @@ class Fetches(RequestRetrier[FetchRequest]):
             or is_waiting
             or (is_refused and fetch.is_free)
         ):  # no agent knows of it
-            if release_offer and not is_committed:
-                self.releases.add(dict(fetch.message.ticket))
+            self._release_offer(fetch)
             done.settle(None)
             return
 
         def answer(reply: Empty | KVBusError) -> None:
             was_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
-            done.settle(reply if isinstance(reply, KVBusError) and not was_refused else None)
+            is_ended = was_refused or isinstance(reply, PeerLost)  # `on_lost` ends it
+            done.settle(reply if isinstance(reply, KVBusError) and not is_ended else None)
 
-        fetch.is_cancelled, fetch.releases_offer = True, fetch.releases_offer or release_offer
         try:
             connection.send(CancelFetch(fetch.fetch_id, release_offer), answer)
         except KVBusError as error:
@@ -249,15 +257,16 @@ class Fetches(RequestRetrier[FetchRequest]):
         if connection is None:
             return
         for fetch in fetches:
+            self._away[fetch] = connection
+            if fetch.notice is None and fetch.is_cancelled:
+                self._end_cancelled(fetch, is_lost=True)
             if isinstance(error, ClosedError) or not self._is_followed:
                 self._lose(fetch, error)
-            else:
-                self._away[fetch] = connection
-                if fetch.notice is None:
-                    fail = partial(self._overdue, fetch, error)
-                    fetch.timer = asyncio.get_running_loop().call_later(
-                        fetch.left_s(self._agent_wait_s), fail
-                    )
+            elif fetch.notice is None:
+                fail = partial(self._overdue, fetch, error)
+                fetch.timer = asyncio.get_running_loop().call_later(
+                    fetch.left_s(self._agent_wait_s), fail
+                )
         connection.life.when_ended(partial(self._on_agent_ended, connection, error))
 
     def greeted(self, connection: Connection) -> None:
@@ -275,8 +284,6 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def _on_agent_ended(self, connection: Connection, error: KVBusError) -> None:
         for fetch in [one for one, earlier in self._away.items() if earlier is connection]:
-            if fetch.notice is None and fetch.is_cancelled:
-                self._end_cancelled(fetch, is_lost=True)
             self._remove_away(fetch)
             if fetch.notice is not None:
                 fetch.free(error if self._has_remote_ranks else None)
@@ -301,12 +308,10 @@ class Fetches(RequestRetrier[FetchRequest]):
             fetch.timer.cancel()
 
     def _end_cancelled(self, fetch: FetchRequest, *, is_lost: bool) -> None:
-        """End a fetch that no agent knows, or ends with its agent; release its offer if wanted."""
+        """End a fetch that no agent knows, or that ends with its agent."""
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
         ended = failed(fetch, error, stage=LOST if is_lost or fetch.is_repeated else REQUESTED)
         self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
-        if fetch.releases_offer:
-            self.releases.add(dict(fetch.message.ticket))
 
     def _end(self, fetch: FetchRequest, ended: Fetched, error: KVBusError) -> None:
         is_unconfirmed = fetch.is_repeated and self._has_remote_ranks
@@ -314,6 +319,13 @@ class Fetches(RequestRetrier[FetchRequest]):
         fetch.end(replace(ended, blocks_free=not (is_unconfirmed or is_known)))
         if is_unconfirmed and not is_known:
             fetch.free(error)
+        self._release_offer(fetch)
+
+    def _release_offer(self, fetch: FetchRequest) -> None:
+        is_committed = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
+        if fetch.releases_offer and not is_committed:
+            fetch.releases_offer = False
+            self.releases.add(dict(fetch.message.ticket))
 
     def _free(self, fetch_id: str) -> None:
         fetch = self._fetches.pop(fetch_id, None)
@@ -358,14 +370,21 @@ class _Releases:
 
     def _give_up(self, fetch: FetchRequest) -> None:
         if fetch.notice is None:  # otherwise it was released, or is queued again
-            self._fetches.cancel(fetch, True, Completion())
+            self._fetches.cancel_request(fetch, True, Completion())
 
     def _on_ended(self, ticket: dict[str, Any], fetch: FetchRequest) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
-        if notice is None or notice.stage == LOST or notice.code in AGENT_ENDED:
-            self._waiting.append(ticket)  # for the next agent
+        was_not_begun = notice is not None and notice.stage == REQUESTED
+        if (
+            notice is None
+            or notice.stage == LOST
+            or notice.code in AGENT_ENDED
+            or (was_not_begun and notice.outcome is Outcome.CANCELLED)
+        ):
+            self._waiting.append(ticket)
             if self._fetches.connection is fetch.connection:
+                asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self.begin)
                 return
         elif notice.outcome is Outcome.FAILED:
             self._logger.info(

@@ -576,3 +576,49 @@ async def test_cancelled_fetch_of_lost_agent_is_not_repeated(others: bool) -> No
     assert (fetch.notice.outcome, fetch.notice.stage) == ("cancelled", "lost")
     assert fetch.are_blocks_free != others
     assert second.sent == []
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+async def test_cancelled_fetch_of_lost_agent_ends_without_next_agent(is_followed: bool) -> None:
+    connection = Recording(reply=None)
+    fetches = RecordedFetches(connection)
+    fetch = fetches.fetch(timeout_s=TIMEOUT_S)
+    cancelled = fetch.cancel(release_offer=True)
+
+    if not is_followed:
+        fetches.closed()
+    connection.lose(GONE)
+    await cancelled
+
+    assert fetch.notice is not None
+    assert (fetch.notice.outcome, fetch.notice.stage) == ("cancelled", "lost")
+
+
+async def test_release_refused_for_good_is_not_sent_again() -> None:
+    connection = Recording(reply=None)
+    fetches = RecordedFetches(connection)
+    fetches.releases.add({"transfer_id": "t", "request_id": "r"})
+    await checkpoint()
+    start, cancel = connection.on_replies
+
+    start(RequestRefused("expired", code=ErrorCode.FORBIDDEN))
+    cancel(RequestRefused("no fetch", code=ErrorCode.FETCH_UNKNOWN))
+    await anyio.sleep(0.05)
+
+    assert len(connection.sent) == 2
+
+
+async def test_release_at_busy_agent_is_sent_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus.engine.fetches.RELEASE_PAUSE_S", 0.05)
+    connection = Recording(reply=None)
+    RecordedFetches(connection).releases.add({"transfer_id": "t"})
+    await checkpoint()
+    start, cancel = connection.on_replies
+
+    start(busy())
+    cancel(RequestRefused("no fetch", code=ErrorCode.FETCH_UNKNOWN))
+    await checkpoint()
+    assert len(connection.sent) == 2
+    await until(lambda: len(connection.sent) == 4)
