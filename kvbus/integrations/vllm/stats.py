@@ -147,36 +147,47 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         for key, text, labels, known, buckets in METRICS:
             kind: Any = self._histogram_cls if buckets else self._counter_cls
-            options: dict[str, Any] = {"buckets": buckets} if buckets else {}
+            options = {"buckets": buckets} if buckets else {}
             named = [*self._labelnames, *labels]
             made = kind(name=f"vllm:kvbus_{key}", documentation=text, labelnames=named, **options)
             self._metrics[key] = made
             for first in [[label] for label in known] if labels else [[]]:
                 for engine_idx in per_engine_labelvalues:
                     self._series(key, engine_idx, first)
-            if key in NIXL_METRICS:
-                name, _ = NIXL_METRICS[key]
-                options |= {"name": f"vllm:{name}", "documentation": f"As vllm:kvbus_{key}."}
-                with suppress(ValueError):  # a NixlConnector of this vLLM has the name
-                    self._metrics[name] = kind(labelnames=self._labelnames, **options)
-                    for engine_idx in per_engine_labelvalues:
-                        self._series(name, engine_idx, [])
+        self._has_nixl_names = False
+
+    # A NixlConnector of the same vLLM registers its names whatever is there, and fails if they are.
+    # So they are registered with the first handoff, when all connectors have been made.
+    def _register_nixl_names(self) -> None:
+        self._has_nixl_names = True
+        for metric in METRICS:
+            name, _ = NIXL_METRICS.get(metric.key, ("", ()))
+            if not name:
+                continue
+            kind: Any = self._histogram_cls if metric.buckets else self._counter_cls
+            options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+            options |= {"name": f"vllm:{name}", "documentation": f"As vllm:kvbus_{metric.key}."}
+            with suppress(ValueError):
+                self._metrics[name] = kind(labelnames=self._labelnames, **options)
+                for engine_idx in self.per_engine_labelvalues:
+                    self._series(name, engine_idx, [])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if not self._has_nixl_names:
+            self._register_nixl_names()
         for metric in METRICS:
             for reading in transfer_stats_data[metric.key]:
                 labels, value = _parts(metric, reading)
-                self._count(metric.key, engine_idx, labels, value)
+                self._count(metric, metric.key, engine_idx, labels, value)
                 name, counted = NIXL_METRICS.get(metric.key, ("", ()))
                 if name in self._metrics and counted in ((), tuple(labels)):
-                    self._count(name, engine_idx, [], value)
+                    self._count(metric, name, engine_idx, [], value)
 
-    def _count(self, key: str, engine_idx: int, labels: list[str], value: float) -> None:
+    def _count(
+        self, metric: Metric, key: str, engine_idx: int, labels: list[str], value: float
+    ) -> None:
         series = self._series(key, engine_idx, labels)
-        if isinstance(self._metrics[key], self._histogram_cls):
-            series.observe(value)
-        else:
-            series.inc(value)
+        (series.observe if metric.buckets else series.inc)(value)
 
     def _series(self, key: str, engine_idx: int, labels: list[str]) -> Any:
         return self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *labels)

@@ -1,5 +1,6 @@
 """What vLLM finds in the connector: its names, its methods, its metrics."""
 
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
 
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -121,3 +122,21 @@ def test_every_figure_is_on_page_under_its_engine() -> None:
     ):
         assert line in page.splitlines()
     assert figures.reduce()["KV loads failed, reading"] == 1
+
+
+def test_nixl_connector_beside_keeps_its_metric_names() -> None:
+    """vLLM makes metrics of children in their order; kvbus is the first."""
+    registry = CollectorRegistry()
+    types: Any = {one: partial(one, registry=registry) for one in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    engines: dict[int, list[object]] = {0: ["0"]}
+    figures: Any = KvbusConnector.build_kv_connector_stats()
+    figures.add("load_bytes", 4096)
+
+    ours: Any = KvbusConnector.build_prom_metrics(config, types, ["engine"], engines)
+    NixlConnector.build_prom_metrics(config, types, ["engine"], engines)
+    ours.observe(figures.to_dict())
+
+    lines = generate_latest(registry).decode().splitlines()
+    assert 'vllm:kvbus_load_bytes_sum{engine="0"} 4096.0' in lines
+    assert 'vllm:nixl_bytes_transferred_sum{engine="0"} 0.0' in lines
