@@ -124,7 +124,7 @@ test-sglang: $(INSTALLED_SGLANG) ## Run the tests with real SGLang servers (need
 test-sglang-long: $(INSTALLED_SGLANG) ## Run all of them: more pages, and prompts of 1 to 700 tokens
 	$(BIN_SGLANG)/python -m tests.tools.runner --long tests/e2e/sglang
 
-test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, too, and more examples
+test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, data-parallel ranks, more examples
 	$(BIN_VLLM)/python -m tests.tools.runner --long $(TESTS_VLLM)
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)

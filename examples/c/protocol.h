@@ -84,8 +84,8 @@ enum {
 #define KVBUS_CODE_DRAINING "draining"
 /* The message names a boot id, an engine or a lease epoch that is no longer current. */
 #define KVBUS_CODE_STALE "stale"
-/* Missing or invalid credential: the ticket's secret, the lease's token, the `rank_secret` of the memory, or
-   a key with the right role. */
+/* Missing or invalid credential: the ticket's secret, the lease's token, the `rank_secret` of the ranks, or a
+   key with the right role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
 /* The ticket is for another prompt than the fetch, or has no prompt digest where tickets are signed. */
 #define KVBUS_CODE_PROMPT_MISMATCH "prompt_mismatch"

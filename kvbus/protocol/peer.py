@@ -224,7 +224,7 @@ class Commit(Request[Empty], frozen=True):
     """Random token of the reader, new for each fetch. A repeated commit has the same one."""
     tables: Tables | None = None
     """Block tables that were read, as in ``blocks`` of the ticket; ``geometry`` if the offer has
-    remote_ranks. A reader with a live lease omits this field and the next two."""
+    other tables. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
     """Tokens of the ticket; ``geometry`` if the offer has another number."""
     engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""

@@ -286,7 +286,7 @@ class LeaseClient:
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
-            request = (source.query(check, timeout_s) for source, check in checks)
+            queries = (source.query(check, timeout_s) for source, check in checks)
             await asyncio.gather(*request)
             if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
