@@ -112,10 +112,10 @@ def sending_span(
     return [Span(SENDING, requested_at, started_at, depth)]
 
 
-def pending_span(wanted_at: float | None, request: Span) -> list[Span]:
-    if wanted_at is None or not 0 < request.start_s - wanted_at <= MAX_PENDING_S:
+def pending_span(wanted_at: float | None, sending: Span) -> list[Span]:
+    if wanted_at is None or not 0 < sending.start_s - wanted_at <= MAX_PENDING_S:
         return []
-    return [Span(PENDING, wanted_at, request.start_s)]
+    return [Span(PENDING, wanted_at, sending.start_s)]
 
 
 def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:

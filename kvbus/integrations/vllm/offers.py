@@ -78,7 +78,7 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
 class RequestOffer:
     """``planned`` pairs steps with the prompt tokens computed by their end.
 
-    ``told`` counts the offer's blocks by group.
+    ``num_sent`` counts the offer's blocks by group.
     """
 
     request: "Request"
@@ -86,7 +86,7 @@ class RequestOffer:
     is_answer: bool = False
     planned: deque[tuple[int, int]] = field(default_factory=deque)
     offer: Offer = field(init=False)
-    told: dict[str, int] = field(init=False)
+    num_sent: dict[str, int] = field(init=False)
     held: "list[KVCacheBlock]" = field(default_factory=list)
     published_s: float = 0.0
     is_unwanted: bool = False
@@ -95,8 +95,8 @@ class RequestOffer:
     def request_id(self) -> str:
         return str(self.request.request_id)
 
-    def ask(self, link: Link) -> None:
-        self.told = {}
+    def request_offer(self, link: Link) -> None:
+        self.num_sent = {}
         name = agents_id(self.request_id)
         self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
 
@@ -114,11 +114,11 @@ class RequestOffer:
         return num_tokens
 
     def extend(self, num_tokens: int, tables: Tables) -> None:
-        more = {group: ids[self.told.get(group, 0) :] for group, ids in tables.block_ids.items()}
-        first_blocks = {} if self.told else tables.first_blocks
-        self.told = {group: len(ids) for group, ids in tables.block_ids.items()}
-        untold = {group: ids for group, ids in more.items() if ids}
-        self.offer.extend(num_tokens, untold, first_blocks=first_blocks)
+        more = {group: ids[self.num_sent.get(group, 0) :] for group, ids in tables.block_ids.items()}
+        first_blocks = {} if self.num_sent else tables.first_blocks
+        self.num_sent = {group: len(ids) for group, ids in tables.block_ids.items()}
+        unsent = {group: ids for group, ids in more.items() if ids}
+        self.offer.extend(num_tokens, unsent, first_blocks=first_blocks)
 
     def withdraw(self) -> None:
         self.is_unwanted = True
@@ -163,7 +163,7 @@ class RequestOffers:
             return
         options |= {"sealed": False, "prompt_digest": digest_of(request, num_tokens)}
         reserved = self._reserved[request_id] = RequestOffer(request, options, is_answer)
-        reserved.ask(self._link)
+        reserved.request_offer(self._link)
         if grows:
             self._growing[request_id] = reserved
         if reserved.offer.request_id != request_id:
@@ -339,7 +339,7 @@ class RequestOffers:
             reserved.options["transfer_id"] = None
             self._growing.pop(reserved.request_id, None)
         if was_made or self._link.is_open:
-            reserved.ask(self._link)
+            reserved.request_offer(self._link)
 
     def _withdraw_other_sequences(self, request_id: str) -> None:
         """Keep the last one to end: vLLM's response has its ticket."""

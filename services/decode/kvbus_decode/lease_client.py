@@ -287,7 +287,7 @@ class LeaseClient:
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
             queries = (source.query(check, timeout_s) for source, check in checks)
-            await asyncio.gather(*request)
+            await asyncio.gather(*queries)
             if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if fetch.attempt != command.attempt:

@@ -194,8 +194,8 @@ class ReadEntry:
         return self.waiting.popleft()
 
     def release_slots(self) -> Commands:
-        request = {transfer.source for transfer in self.waiting}
-        sources = [source for source in self.read_slots if source not in request]
+        waiting = {transfer.source for transfer in self.waiting}
+        sources = [source for source in self.read_slots if source not in waiting]
         return [ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
 
     def retire(self) -> None:
