@@ -114,7 +114,8 @@ class RequestOffer:
         return num_tokens
 
     def extend(self, num_tokens: int, tables: Tables) -> None:
-        more = {group: ids[self.num_sent.get(group, 0) :] for group, ids in tables.block_ids.items()}
+        sent = self.num_sent
+        more = {group: ids[sent.get(group, 0) :] for group, ids in tables.block_ids.items()}
         first_blocks = {} if self.num_sent else tables.first_blocks
         self.num_sent = {group: len(ids) for group, ids in tables.block_ids.items()}
         unsent = {group: ids for group, ids in more.items() if ids}
