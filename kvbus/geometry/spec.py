@@ -180,7 +180,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     tp_size: Count
     """Ranks of one pipeline stage."""
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """All groups, with names that differ. No layer is in two that are not states."""
+    """All groups, with names that differ. No part of a layer is in two, except in
+    states."""
     pp_size: Count = 1
     """Pipeline stages. Rank numbers count through them: ``stage * tp_size`` + number within."""
 

@@ -24,9 +24,10 @@ MAX_COMPARED_SPANS = 1 << 13
 
 
 def validate_engine(spec: EngineSpec) -> None:
-    layers = [layer for group in spec.groups if not group.state for layer in group.layers]
+    attending = [group for group in spec.groups if not group.state]
+    held = [pair for group in attending for pair in {*product(group.layers, group.parts)}]
     _require(_differ(group.name for group in spec.groups), "groups", "two groups have one name")
-    _require(_differ(layers), "layers", "a layer is in two groups")
+    _require(_differ(held), "layers", "a part of a layer is in two groups")
     for group in spec.groups:
         _require(_differ(group.layers), "layers", f"group '{group.name}' names a layer twice")
         _require(_differ(group.parts), "parts", f"group '{group.name}' names a part twice")

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -16,9 +17,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvbus.engine import AgentRanks, Link, RankMemory, new_secret
-from kvbus.integrations.vllm.describe import describe_engine, tokens_left
+from kvbus.integrations.vllm.describe import (
+    Layers,
+    describe_engine,
+    has_states,
+    refuse_unserved,
+    require,
+    tokens_left,
+)
 from kvbus.integrations.vllm.params import (
     NOTHING,
+    Description,
     StepDone,
     StepResults,
     WorkerPlaces,
@@ -26,10 +35,9 @@ from kvbus.integrations.vllm.params import (
 )
 from kvbus.integrations.vllm.scheduler import CLOSE_WITHIN_S, SchedulerSide
 from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
-from kvbus.integrations.vllm.worker import share_rank
+from kvbus.integrations.vllm.worker import kernel_blocks_of, share_rank
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
@@ -52,23 +60,25 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
-        engine = describe_engine(
-            vllm_config,
-            kv_cache_config,
-            engine_id=transfer.engine_id,
-            model=options.model_id or None,
+        refuse_unserved(vllm_config, kv_cache_config)
+        is_stateful = has_states(kv_cache_config)
+        require(
+            not (is_stateful and options.bidirectional_kv_xfer),
+            "bidirectional_kv_xfer",
+            "the next turn cannot load the KV of an answer if the model has states (Mamba, gated "
+            "delta nets, short convolutions). Set bidirectional_kv_xfer to false",
         )
-        drains = vllm_config.shutdown_timeout > 0
         SchedulerSide.__init__(
             self,
             options,
-            engine,
             kv_cache_config,
             kv_role=transfer.kv_role,
-            drains=drains,
+            drains=vllm_config.shutdown_timeout > 0,
             takes_images=vllm_config.model_config.is_multimodal_model,
-            num_left=tokens_left(vllm_config, engine),
+            num_left=tokens_left(vllm_config, kv_cache_config),
+            has_states=is_stateful,
         )
+        self._described: Description | None = None
         self._configs = vllm_config, kv_cache_config
         self._rank = 0
         self._rank_secret = new_secret()
@@ -77,13 +87,23 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Wait up to ``attach_timeout_s`` for agents, then continue without."""
-        self._rank = get_pp_group().rank_in_group * self._engine.tp_size
+        vllm_config, kv_cache_config = self._configs
+        transfer = vllm_config.kv_transfer_config
+        described = self._described = describe_engine(
+            vllm_config,
+            kv_cache_config,
+            engine_id=transfer.engine_id,
+            model=self._options.model_id or None,
+            num_kernel_blocks=kernel_blocks_of(kv_cache_config, kv_caches),
+            gather=_of_all_stages,
+        )
+        self._rank = get_pp_group().rank_in_group * described.engine.tp_size
         self._rank += get_tp_group().rank_in_group
-        self._memory = share_rank(self._engine, self._rank, *self._configs, kv_caches)
+        self._memory = share_rank(described, self._rank, *self._configs, kv_caches)
         for path, role in self._options.agents:
             link = Link(
                 path,
-                self._engine,
+                described.engine,
                 memory=self._memory,
                 control=False,
                 role=role,
@@ -103,7 +123,11 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
                 )
 
     def get_handshake_metadata(self) -> WorkerPlaces | None:
-        return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
+        if self._described is None:
+            return None
+        return WorkerPlaces(
+            tuple(self._place(link) for link in self._memory_links), self._described
+        )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """`MultiConnector` needs the results of every rank."""
@@ -165,3 +189,13 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         if link.is_open:
             endpoint, server_key = link.agent.peer_endpoint, link.agent.server_key
         return AgentRanks(endpoint, (self._rank,), self._rank_secret, server_key)
+
+
+def _of_all_stages(layers: Layers) -> Layers:
+    """Runs in all workers at the same time."""
+    stages = get_pp_group()
+    if stages.world_size == 1:
+        return layers
+    found: list[Layers] = [[] for _ in range(stages.world_size)]
+    torch.distributed.all_gather_object(found, layers, group=stages.cpu_group)
+    return [one for stage in found for one in stage]

@@ -1,12 +1,19 @@
-"""Description of an engine from vLLM's configuration alone, as the scheduler has no tensors."""
+"""Description of an engine: what vLLM's configuration and the tensors of its workers say.
 
+Workers describe it, as the scheduler sees neither tensors nor the layers of each stage. It gets
+their description with the handshake metadata. Refusals by the configuration come at start.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupRole,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -15,37 +22,56 @@ from vllm.v1.kv_cache_interface import (
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, GroupSpec, KvPart, validate_engine
+from kvbus.integrations.vllm.params import Description, GroupSource
+from kvbus.integrations.vllm.states import refuse_state, state_of
 
-SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 FLOAT8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Caches with one scale a tensor, which is a weight of the model: the cache has no other bytes."""
-DRAFT_MODEL = "draft_model."
-"""Prefix of its layers."""
+DRAFT_MODEL, MTP = "draft_model", "mtp"
+"""Components of the names of draft layers; vLLM may number these layers from 0."""
+INDEXER = "indexer"
 HANDED_OFF = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
-def describe_engine(
-    vllm_config: Any, kv_cache_config: Any, *, engine_id: str, model: str | None = None
-) -> EngineSpec:
-    """Return the spec that every process registers, or raise `GeometryError`.
+Layers = list[tuple[GroupSource, GroupSpec]]
+"""Each layer as a group of its own; its name is its kind, such as "window-4096"."""
+Gather = Callable[[Layers], Layers]
+"""Joins the layers of all pipeline stages."""
 
-    Group i is transfer group i, and item i of `select_transfer_block_ids`.
+
+def describe_engine(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    engine_id: str,
+    model: str | None = None,
+    num_kernel_blocks: Mapping[str, int] | None = None,
+    gather: Gather = list,
+) -> Description:
+    """Describe the engine in a worker; ``num_kernel_blocks`` has split layers.
+
+    Raises `GeometryError`.
     """
-    _refuse_settings(vllm_config, kv_cache_config)
-    for group in kv_cache_config.kv_cache_groups:
-        _refuse_group(group)
+    refuse_unserved(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    groups = kv_cache_config.transfer_groups
-    named = zip(_group_names(groups, vllm_config), groups, strict=True)
+    layers = gather([*_layers(vllm_config, kv_cache_config, num_kernel_blocks or {})])
+    merged: dict[tuple[GroupSource, GroupSpec], list[int]] = {}
+    for source, one in layers:
+        merged.setdefault((source, replace(one, layers=(0,))), []).append(one.layers[0])
+    sources, groups = [], []
+    for (source, one), numbers in merged.items():
+        sources.append(source)
+        groups.append(replace(one, layers=tuple(sorted(numbers))))
     spec = EngineSpec(
         engine_id=engine_id,
         model=model or model_name(vllm_config.model_config),
         tp_size=parallel.tensor_parallel_size,
-        groups=tuple(_describe_group(name, group, vllm_config) for name, group in named),
+        groups=_numbered(groups),
         pp_size=parallel.pipeline_parallel_size,
     )
     validate_engine(spec)
-    return spec
+    return Description(spec, tuple(sources))
 
 
 def model_name(model_config: Any) -> str:
@@ -54,25 +80,18 @@ def model_name(model_config: Any) -> str:
     return f"{name}+{model_config.quantization}" if model_config.quantization else name
 
 
-def cache_of(group: Any) -> Any:
-    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
-        return group.kv_cache_spec
-    first, *others = group.kv_cache_spec.kv_cache_specs.values()
-    same = ("num_kv_heads", "head_size", "head_size_v", "dtype", "block_size")
-    for name in same if type(first) in SERVED else ():
-        require(
-            all(getattr(one, name, None) == getattr(first, name) for one in others),
-            name,
-            f"layers of one group differ in {name}, kvbus needs groups of equal layers: "
-            f"{', '.join(group.layer_names[:3])} ...",
-        )
-    return first
+def caches_of(group: Any) -> dict[str, Any]:
+    """Return what each layer of vLLM's group caches."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
 
 
 def layer_number(name: str, vllm_config: Any) -> int:
     """Return a layer's number from the name of its attention.
 
-    Layers of a draft model count behind those of the model, as EAGLE and MTP number theirs.
+    Layers of a draft model count behind those of the model, as EAGLE and most MTP number theirs.
     """
     try:
         number = int(extract_layer_index(name))
@@ -81,21 +100,38 @@ def layer_number(name: str, vllm_config: Any) -> int:
             f"vLLM cannot be served by kvbus: layer '{name}' has no number, or several",
             field="layers",
         ) from error
-    if name.startswith(DRAFT_MODEL):
-        number += vllm_config.model_config.get_total_num_hidden_layers()
-    return number
+    num_layers: int = vllm_config.model_config.get_total_num_hidden_layers()
+    components = name.split(".")
+    is_behind = components[0] == DRAFT_MODEL or (MTP in components and number < num_layers)
+    return number + num_layers if is_behind else number
 
 
-def tokens_left(vllm_config: Any, engine: EngineSpec) -> int:
-    """Return how many of a prompt's last tokens prefill leaves to decode; see `_describe_group`."""
-    has_windows = any(group.window is not None for group in engine.groups)
+def tokens_left(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many of a prompt's last tokens prefill leaves to decode; see `_window`."""
+    caches = [one for group in kv_cache_config.transfer_groups for one in _specs(group)]
+    leaves_one = any(isinstance(one, SlidingWindowSpec | MambaSpec) for one in caches)
     num_lookahead: int = vllm_config.num_prefill_lookahead_tokens
-    return max(int(has_windows), num_lookahead - 1)
+    return max(int(leaves_one), num_lookahead - 1)
+
+
+def has_states(kv_cache_config: Any) -> bool:
+    groups = kv_cache_config.transfer_groups
+    return any(isinstance(one, MambaSpec) for group in groups for one in _specs(group))
 
 
 def require(condition: bool, field: str, message: str) -> None:
     if not condition:
         raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)
+
+
+def refuse_unserved(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise `GeometryError` for settings and caches that kvbus does not hand off."""
+    _refuse_settings(vllm_config, kv_cache_config)
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in _specs(group):
+            _refuse_cache(spec, group)
+            if isinstance(spec, MambaSpec):
+                refuse_state(spec, vllm_config)
 
 
 def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -128,18 +164,14 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         "draft layers are on the last pipeline stage alone, where other processes of vLLM do not "
         "see them. Set it to 1, or use a method without a draft model (ngram)",
     )
-    num_groups = len(kv_cache_config.transfer_groups)
-    require(num_groups > 0, "groups", "the model has no KV cache")
-    require(
-        num_groups == 1 or parallel.pipeline_parallel_size == 1,
-        "pipeline_parallel_size",
-        "a model with several kinds of attention is not served in pipeline stages: no process of "
-        "vLLM knows which layers the groups of the other stages have. Set it to 1",
-    )
+    require(len(kv_cache_config.transfer_groups) > 0, "groups", "the model has no KV cache")
 
 
-def _refuse_group(group: Any) -> None:
-    cache = cache_of(group)
+def _specs(group: Any) -> Collection[Any]:
+    return caches_of(group).values() or (group.kv_cache_spec,)
+
+
+def _refuse_cache(cache: Any, group: Any) -> None:
     kind = type(cache).__name__
     where = f"the group of {', '.join(group.layer_names[:2])} ..."
     plain = not group.host_resident and group.role is KVCacheGroupRole.DEFAULT
@@ -147,8 +179,10 @@ def _refuse_group(group: Any) -> None:
     require(
         type(cache) in SERVED,
         "groups",
-        f"{where} is a {kind}: kvbus serves full attention, sliding windows and MLA",
+        f"{where} is a {kind}: kvbus serves full attention, sliding windows, MLA and states",
     )
+    if isinstance(cache, MambaSpec):
+        return
     require(
         cache.kv_quant_mode in HANDED_OFF,
         "kv_cache_dtype",
@@ -156,30 +190,61 @@ def _refuse_group(group: Any) -> None:
     )
     require(cache.tokens_per_state == 1, "groups", f"{where} compresses tokens: not served")
     require(
-        isinstance(cache, MLAAttentionSpec) or cache.head_size_v == cache.head_size,
-        "head_size_v",
-        f"{where} has K heads of {cache.head_size} and V heads of {cache.head_size_v} elements: "
-        "kvbus needs one size for both",
+        not any(INDEXER in name.split(".") for name in group.layer_names),
+        "groups",
+        f"{where} is the index of sparse attention (DSA): not served",
     )
     if isinstance(cache, SlidingWindowSpec):
         require(cache.sliding_window > 1, "sliding_window", f"{where} has a window of one token")
 
 
-def _group_names(groups: Any, vllm_config: Any) -> list[str]:
-    """Return names that are equal in two vLLMs, such as "full" or "window-4096".
+def _numbered(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """Number groups of one kind by their first layers: the names are equal in two vLLMs."""
+    numbered = []
+    for one in groups:
+        alike = sorted(other.layers for other in groups if other.name == one.name)
+        number = f".{alike.index(one.layers)}" if len(alike) > 1 else ""
+        numbered.append(replace(one, name=one.name + number))
+    return tuple(numbered)
 
-    Several groups of a kind are numbered by their first layers.
-    """
-    kinds = [_kind(cache_of(group)) for group in groups]
-    firsts = [
-        (min(layer_number(name, vllm_config) for name in one.layer_names), at)
-        for at, one in enumerate(groups)
-    ]
-    names = []
-    for kind, first in zip(kinds, firsts, strict=True):
-        alike = sorted(one for one, other in zip(firsts, kinds, strict=True) if other == kind)
-        names.append(kind if len(alike) == 1 else f"{kind}.{alike.index(first)}")
-    return names
+
+def _layers(
+    vllm_config: Any, kv_cache_config: Any, num_kernel_blocks: Mapping[str, int]
+) -> Iterator[tuple[GroupSource, GroupSpec]]:
+    for at, group in enumerate(kv_cache_config.transfer_groups):
+        for name, cache in caches_of(group).items():
+            number = layer_number(name, vllm_config)
+            if isinstance(cache, MambaSpec):
+                yield GroupSource(at), state_of(cache, number, vllm_config)
+                continue
+            source = GroupSource(at, num_kernel_blocks.get(name, 1))
+            for one in _attention(cache, name, vllm_config):
+                size = one.block_size // source.num_kernel_blocks
+                yield source, replace(one, layers=(number,), block_size=size)
+
+
+def _attention(cache: Any, name: str, vllm_config: Any) -> Iterator[GroupSpec]:
+    """K and V with heads of unlike sizes are two groups with one block table."""
+    dtype = str(cache.dtype).removeprefix("torch.")
+    if cache.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:  # torch may call it uint8
+        dtype = FLOAT8.get(vllm_config.cache_config.cache_dtype, dtype)
+    require(dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"a KV cache of {dtype} is not served")
+    is_latent = isinstance(cache, MLAAttentionSpec)
+    whole = GroupSpec(
+        name=_kind(cache),
+        layers=(0,),
+        block_size=cache.block_size,
+        num_kv_heads=1 if is_latent else _num_kv_heads(cache, name, vllm_config),
+        head_dim=cache.head_size,
+        dtype=dtype,
+        parts=(KvPart.LATENT,) if is_latent else (KvPart.KEY, KvPart.VALUE),
+        window=_window(cache) if isinstance(cache, SlidingWindowSpec) else None,
+    )
+    if is_latent or cache.head_size_v == cache.head_size:
+        yield whole
+        return
+    for part, head_dim in ((KvPart.KEY, cache.head_size), (KvPart.VALUE, cache.head_size_v)):
+        yield replace(whole, name=f"{whole.name}-{part}", head_dim=head_dim, parts=(part,))
 
 
 def _kind(cache: Any) -> str:
@@ -192,51 +257,24 @@ def _kind(cache: Any) -> str:
 # needs the last `sliding_window - 1`. vLLM's cache manager keeps just these once N tokens are
 # computed. The block of the token before them may be freed on one side, and never allocated on the
 # other. Token N - 1 would need that token, too, if it were computed again. So prefill hands off all
-# but the last token of a prompt, which decode computes anyway. Draft modules look further ahead:
-# vLLM keeps `extra_retained_tokens` more for them, and prefill leaves as many more to decode.
-def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
-    cache = cache_of(group)
-    dtype = str(cache.dtype).removeprefix("torch.")
-    if cache.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:  # torch may call it uint8
-        dtype = FLOAT8[vllm_config.cache_config.cache_dtype]
-    require(dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"a KV cache of {dtype} is not served")
-    latent = isinstance(cache, MLAAttentionSpec)
-    return GroupSpec(
-        name=name,
-        layers=_all_layers(group, vllm_config),
-        block_size=cache.block_size,
-        num_kv_heads=1 if latent else _num_kv_heads(cache, vllm_config),
-        head_dim=cache.head_size,
-        dtype=dtype,
-        parts=(KvPart.LATENT,) if latent else (KvPart.KEY, KvPart.VALUE),
-        window=_window(cache) if isinstance(cache, SlidingWindowSpec) else None,
-    )
-
-
+# but the last token of a prompt, which decode computes anyway. A state after the last token would
+# have that token twice. Draft modules look further ahead: vLLM keeps `extra_retained_tokens` more
+# for them, and prefill leaves as many more to decode.
 def _window(cache: SlidingWindowSpec) -> int:
     window: int = cache.sliding_window - 1 + cache.extra_retained_tokens
     return window
 
 
-def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    """Return the layers of all pipeline stages; a process knows only its stage's."""
-    numbers = tuple(sorted(layer_number(name, vllm_config) for name in group.layer_names))
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        return numbers
-    layers = tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))
-    require(
-        set(numbers) <= set(layers), "layers", f"layers {numbers} of {len(layers)} in the model"
-    )
-    return layers
-
-
-def _num_kv_heads(cache: Any, vllm_config: Any) -> int:
+def _num_kv_heads(cache: Any, name: str, vllm_config: Any) -> int:
     """Count the KV heads of all ranks once. A rank's single head may be a replica."""
     tp_size: int = vllm_config.parallel_config.tensor_parallel_size
     on_each_rank: int = cache.num_kv_heads
     if on_each_rank > 1 or tp_size == 1:
         return on_each_rank * tp_size
-    total: int = vllm_config.model_config.get_total_num_kv_heads()
+    config = vllm_config.model_config
+    if name.startswith(DRAFT_MODEL):
+        config = vllm_config.speculative_config.draft_model_config
+    total: int = config.get_total_num_kv_heads()
     require(
         total <= tp_size and tp_size % total == 0,
         "num_kv_heads",

@@ -15,11 +15,11 @@ import msgspec
 
 from kvbus.engine import Fetch, Link, Rendezvous
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
-from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.offers import BlockIds, Tables, tables_of
 from kvbus.integrations.vllm.params import (
     RENDEZVOUS,
     ConnectorOptions,
+    Description,
     HandoffParams,
     digest_of,
     has_tokens,
@@ -89,14 +89,15 @@ class Load:
 class Loads:
     def __init__(
         self,
-        engine: EngineSpec,
+        described: Description,
         link: Link,
         stats: KvbusStats,
         options: ConnectorOptions,
         *,
         num_left: int,
     ) -> None:
-        self._engine, self._link, self._stats, self._options = engine, link, stats, options
+        self._described, self._link, self._stats, self._options = described, link, stats, options
+        self._has_states = any(group.state for group in described.engine.groups)
         self._num_left = num_left
         """Last tokens of a prompt that a load leaves to compute."""
         self._readers: dict[bytes, str] = {}
@@ -173,7 +174,7 @@ class Loads:
             return
         stop = load.first_token + num_tokens
         try:
-            tables = tables_of(self._engine, block_ids, load.first_token, stop)
+            tables = tables_of(self._described, block_ids, load.first_token, stop)
             fetch = self._fetch(load, stop, tables)
         except KVBusError as error:
             self._fail(load, REFUSED_AT, error.code, error.message)
@@ -254,9 +255,12 @@ class Loads:
         except ProtocolError as error:
             lacks_images = isinstance(error, OtherImagesError)
             return Load(request.request_id, num_wanted, None, error.message, lacks_images)
+        num_tokens = min(num_wanted, handoff.remote_num_tokens)
+        if self._has_states and num_tokens < handoff.remote_num_tokens:
+            num_tokens = 0  # a state is that after all tokens of the ticket
         return Load(
             request.request_id,
-            min(num_wanted, handoff.remote_num_tokens),
+            num_tokens,
             handoff,
             priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
             traceparent=read_trace(params, request.trace_headers),

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from kvbus.engine import Link, Offer, OfferOptions
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, PeerLost
-from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
-from kvbus.integrations.vllm.params import agents_id, digest_of, prompt_of_sequence
+from kvbus.geometry import GroupSpec, num_blocks_for
+from kvbus.integrations.vllm.params import (
+    Description,
+    agents_id,
+    digest_of,
+    prompt_of_sequence,
+)
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, KvbusStats
 from kvbus.protocol.engine import Outcome
 
@@ -41,37 +46,62 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class Tables(NamedTuple):
-    """Blocks by group, and the first one's number; windows begin inside ``partial`` ones."""
+    """Blocks by group, and the first one's number.
+
+    Windows begin inside ``partial`` blocks, which are vLLM's.
+    """
 
     block_ids: dict[str, list[int]]
     first_blocks: dict[str, int]
     partial: set[int]
 
 
-def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, stop_token: int) -> Tables:
+def tables_of(
+    described: Description, block_ids: BlockIds, first_token: int, stop_token: int
+) -> Tables:
     """Return the blocks of [first_token, stop_token); raise `GeometryError` if one is missing."""
     tables = Tables({}, {}, set())
-    for group, ids in zip(engine.groups, block_ids, strict=True):
+    for group, source in zip(described.engine.groups, described.sources, strict=True):
         start, stop = group.positions(first_token, stop_token)
-        if start < stop:
-            first = start // group.block_size
-            tables.block_ids[group.name] = _needed(group, ids, first, stop)
-            tables.first_blocks[group.name] = first
-            if start > max(first_token, first * group.block_size):  # a window begins in it
-                tables.partial.add(tables.block_ids[group.name][0])
+        if start >= stop:
+            continue
+        ids = block_ids[source.transfer_group]
+        if group.state:
+            tables.block_ids[group.name], tables.first_blocks[group.name] = [_last(group, ids)], 0
+            continue
+        num_kernel, size = source.num_kernel_blocks, group.block_size
+        first, end = start // size, num_blocks_for(stop, size)
+        first_whole = first // num_kernel
+        whole = _needed(group, ids, first_whole, num_blocks_for(end, num_kernel))
+        split = [one * num_kernel + at for one in whole for at in range(num_kernel)]
+        skipped = first - first_whole * num_kernel
+        tables.block_ids[group.name] = split[skipped : skipped + end - first]
+        tables.first_blocks[group.name] = first
+        if start > max(first_token, first_whole * num_kernel * size):  # a window begins in it
+            tables.partial.add(whole[0])
     return tables
 
 
-def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list[int]:
-    end = num_blocks_for(stop, group.block_size)
+def _needed(group: GroupSpec, ids: Sequence[int], first: int, end: int) -> list[int]:
     needed = list(ids[first:end])
     if len(needed) < end - first or NULL_BLOCK in needed:
-        raise GeometryError(
-            f"group '{group.name}': vLLM keeps {len(ids)} blocks of the request, and not all of "
-            f"blocks {first} to {end} that tokens up to {stop} need",
-            group=group.name,
-        )
+        raise _missing(group, ids, f"blocks {first} to {end}")
     return needed
+
+
+def _last(group: GroupSpec, ids: Sequence[int]) -> int:
+    """Return the block of the running state; vLLM may keep earlier states in front of it."""
+    if not ids or ids[-1] == NULL_BLOCK:
+        raise _missing(group, ids, "the running state")
+    return ids[-1]
+
+
+def _missing(group: GroupSpec, ids: Sequence[int], needed: str) -> GeometryError:
+    return GeometryError(
+        f"group '{group.name}': vLLM keeps {len(ids)} blocks of the request, and not all of "
+        f"{needed}",
+        group=group.name,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +166,15 @@ class RequestOffers:
     """With ``drains``, vLLM's shutdown waits for readers of prompts, not of answers."""
 
     def __init__(
-        self, engine: EngineSpec, link: Link, pool: "BlockPool", stats: KvbusStats, *, drains: bool
+        self,
+        described: Description,
+        link: Link,
+        pool: "BlockPool",
+        stats: KvbusStats,
+        *,
+        drains: bool,
     ) -> None:
-        self._engine, self._link, self._pool, self._stats = engine, link, pool, stats
+        self._described, self._link, self._pool, self._stats = described, link, pool, stats
         self._drains, self._last_s = drains, 0.0
         self._lives_s: deque[float] = deque(maxlen=LIVES_KEPT)
         self._waits_since_s, self._waited_in = 0.0, -2
@@ -187,7 +223,7 @@ class RequestOffers:
             if not num_tokens or reserved.is_unwanted:
                 continue
             try:
-                tables = tables_of(self._engine, blocks_of(request_id), 0, num_tokens)
+                tables = tables_of(self._described, blocks_of(request_id), 0, num_tokens)
                 reserved.extend(num_tokens, tables)
             except KVBusError as error:  # if it lasts, `publish` reports it
                 logger.info(
@@ -222,7 +258,7 @@ class RequestOffers:
         if reserved is None:
             return None
         try:
-            tables = tables_of(self._engine, block_ids, 0, num_tokens)
+            tables = tables_of(self._described, block_ids, 0, num_tokens)
             offer = self._made(reserved)
         except KVBusError as error:
             if not reserved.is_unwanted:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvbus.engine import AgentRanks, prompt_digest
 from kvbus.errors import ConfigError, ProtocolError, reason_of
+from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
@@ -228,10 +229,28 @@ class StepDone:
         return StepDone(min(self.step, other.step))
 
 
+class GroupSource(NamedTuple):
+    """The block table of vLLM that lists a group's blocks.
+
+    Attention kernels may split each of its blocks into ``num_kernel_blocks``.
+    """
+
+    transfer_group: int
+    num_kernel_blocks: int = 1
+
+
+class Description(NamedTuple):
+    """``sources`` has an item for each group of ``engine``."""
+
+    engine: EngineSpec
+    sources: tuple[GroupSource, ...]
+
+
 class WorkerPlaces(NamedTuple):
-    """In the options' order. An ``endpoint`` is empty until an agent attaches."""
+    """Agents in the options' order. An ``endpoint`` is empty until an agent attaches."""
 
     places: tuple[AgentRanks, ...]
+    described: Description
 
 
 def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:

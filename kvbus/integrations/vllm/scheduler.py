@@ -16,8 +16,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvbus.engine import AgentRole, Link, Offer
-from kvbus.errors import ProtocolError
-from kvbus.geometry import EngineSpec
+from kvbus.errors import GeometryError, ProtocolError
 from kvbus.integrations.vllm.loads import Loads
 from kvbus.integrations.vllm.offers import NULL_BLOCK, BlockIds, RequestOffers
 from kvbus.integrations.vllm.params import (
@@ -61,18 +60,17 @@ class SchedulerSide:
     def __init__(
         self,
         options: ConnectorOptions,
-        engine: EngineSpec,
         caches: "KVCacheConfig",
         *,
         kv_role: str,
         drains: bool,
         takes_images: bool,
         num_left: int,
+        has_states: bool,
     ) -> None:
-        self.takes_images, self._num_left = takes_images, num_left
-        self._options, self._engine, self._caches = options, engine, caches
+        self.takes_images, self._num_left, self._has_states = takes_images, num_left, has_states
+        self._options, self._caches = options, caches
         self._kv_role, self._drains = kv_role, drains
-        self._has_windows = any(group.window is not None for group in engine.groups)
         self._stats, self._step = KvbusStats(), 0
         self._control_links: list[Link] = []
 
@@ -82,22 +80,25 @@ class SchedulerSide:
         self._manager = kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        workers = [one.places for one in metadata.values() if isinstance(one, WorkerPlaces)]
+        found = [one for one in metadata.values() if isinstance(one, WorkerPlaces)]
+        workers, descriptions = [one.places for one in found], {one.described for one in found}
+        if len(descriptions) != 1:
+            raise GeometryError("the workers of this vLLM describe its KV cache differently")
+        (described,) = descriptions
+        self._has_windows = any(group.window is not None for group in described.engine.groups)
         # A producer frees blocks that a running step may still write, so it must not load.
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
         for number, (path, role) in enumerate(self._options.agents):
             places = sorted((each[number] for each in workers), key=lambda place: place.ranks)
             remote_ranks = ranks_elsewhere(places)
             link = Link(
-                path, self._engine, role=role or only, remote_ranks=remote_ranks, logger=logger
+                path, described.engine, role=role or only, remote_ranks=remote_ranks, logger=logger
             )
             self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
-        self._loads = Loads(
-            self._engine, loading, self._stats, self._options, num_left=self._num_left
-        )
+        self._loads = Loads(described, loading, self._stats, self._options, num_left=self._num_left)
         pool = self._manager.block_pool
-        self._offers = RequestOffers(self._engine, offering, pool, self._stats, drains=self._drains)
+        self._offers = RequestOffers(described, offering, pool, self._stats, drains=self._drains)
 
     def shutdown(self) -> None:
         for link in self._control_links:
@@ -240,7 +241,7 @@ class SchedulerSide:
     def _is_for_decode(self, request: "Request") -> bool:
         """For log probabilities of the prompt, prefill computes the last token, too.
 
-        With windows, that makes the KV useless to decode.
+        With windows or states, that makes the KV useless to decode.
         """
         skips = self._num_left > 0 and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
@@ -258,8 +259,8 @@ class SchedulerSide:
     def _reserve(self, request: "Request", params: Mapping[str, Any]) -> None:
         """An offer with a router's name is readable during computation.
 
-        With windows it is not, as they leave blocks behind. Only the first of several sequences is
-        named.
+        With windows or states it is not, as these leave tokens behind. Only the first of several
+        sequences is named.
         """
         try:
             options = read_offer_params(params)
@@ -272,7 +273,7 @@ class SchedulerSide:
         self._offers.reserve(
             request,
             request.num_prompt_tokens,
-            grows=is_named and not self._has_windows,
+            grows=is_named and not (self._has_windows or self._has_states),
             transfer_id=options.transfer_id,
             readers=options.readers,
             ttl_s=self._options.offer_ttl_s,

@@ -1,5 +1,7 @@
 """Worker memory: measures where each layer puts K and V in the KV cache, and shares the cache.
 
+States have their own tensors, which need no measurement.
+
 A layer writes marks into scratch blocks of the same strides. Shapes: cache [block, ...]; rows
 [token, head, dim].
 """
@@ -9,11 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvbus.engine import RankMemory, describe_tensors
 from kvbus.errors import GeometryError
-from kvbus.geometry import EngineSpec, GroupSpec, KvPart
-from kvbus.integrations.vllm.describe import cache_of, layer_number, require
+from kvbus.geometry import GroupSpec, KvPart
+from kvbus.integrations.vllm.describe import caches_of, layer_number, require
+from kvbus.integrations.vllm.params import Description
+from kvbus.integrations.vllm.states import state_views
 
 NUM_BLOCKS = 3
 MAX_SCRATCH_BYTES = 1 << 30
@@ -23,12 +28,27 @@ Layout = tuple[int, list[int]]
 """Offset of a part's first element, and the stride of each axis, in elements."""
 
 
+def kernel_blocks_of(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
+    """Return into how many blocks attention kernels split each block, by layer."""
+    num_blocks, found = kv_cache_config.num_blocks, {}
+    for name, cache in kv_caches.items():
+        if isinstance(cache, torch.Tensor):
+            found[name], rest = divmod(cache.shape[0], num_blocks)
+            require(
+                rest == 0 and found[name] > 0,
+                "block_size",
+                f"the cache of layer '{name}' has {cache.shape[0]} blocks where the scheduler has "
+                f"{num_blocks}",
+            )
+    return found
+
+
 def share_rank(
-    engine: EngineSpec,
+    described: Description,
     rank: int,
     vllm_config: Any,
     kv_cache_config: Any,
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, Any],
 ) -> RankMemory:
     """Share ``kv_caches``; raise `GeometryError` before anything moves, or `SegmentError`.
 
@@ -37,35 +57,40 @@ def share_rank(
     """
     modules = vllm_config.compilation_config.static_forward_context
     views: dict[tuple[int, str], torch.Tensor] = {}
-    for group, theirs in zip(engine.groups, kv_cache_config.transfer_groups, strict=True):
-        for name in theirs.layer_names:
-            layer, cache = modules[name], kv_caches[name]
-            _check_blocks(name, layer, cache, num_blocks=kv_cache_config.num_blocks)
-            probe = LayerProbe(
-                name,
-                layer,
-                cache,
-                group=group,
-                num_heads=cache_of(theirs).num_kv_heads,
-                dtype=vllm_config.model_config.dtype,
-            )
-            number = layer_number(name, vllm_config)
-            views |= {(number, part): view for part, view in probe.views().items()}
-    return describe_tensors(views, engine=engine, rank=rank)
-
-
-def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int) -> None:
-    seen = {cache.shape[0], layer.kv_cache.shape[0]}
-    require(
-        seen == {num_blocks},
-        "block_size",
-        f"the cache of layer '{name}' has {max(seen)} blocks where the scheduler has {num_blocks}: "
-        "its attention backend splits them. Lower --block-size to what the backend supports",
-    )
+    pairs = [*zip(described.engine.groups, described.sources, strict=True)]
+    for at, theirs in enumerate(kv_cache_config.transfer_groups):
+        for name, spec in caches_of(theirs).items():
+            number, cache = layer_number(name, vllm_config), kv_caches[name]
+            if isinstance(spec, MambaSpec):
+                found = state_views(spec, modules[name].kv_cache, vllm_config)
+            else:
+                groups = [
+                    group
+                    for group, source in pairs
+                    if source.transfer_group == at and number in group.layers
+                ]
+                probe = LayerProbe(
+                    name,
+                    modules[name],
+                    cache,
+                    groups=groups,
+                    num_heads=spec.num_kv_heads,
+                    dtype=vllm_config.model_config.dtype,
+                )
+                found = probe.views()
+            views |= {(number, part): view for part, view in found.items()}
+    axes = {
+        group.name: "block head dim" if group.state else "block token head dim"
+        for group in described.engine.groups
+    }
+    return describe_tensors(views, axes, engine=described.engine, rank=rank)
 
 
 class LayerProbe:
-    """``dtype`` is that of the model's rows, ``num_heads`` counts this rank's heads."""
+    """``groups`` have the layer's parts; ``dtype`` is that of the model's rows.
+
+    ``num_heads`` counts this rank's heads.
+    """
 
     def __init__(
         self,
@@ -73,21 +98,21 @@ class LayerProbe:
         layer: Any,
         cache: torch.Tensor,
         *,
-        group: GroupSpec,
+        groups: Sequence[GroupSpec],
         num_heads: int,
         dtype: torch.dtype,
     ) -> None:
-        self._name, self._layer, self._group, self._dtype = name, layer, group, dtype
-        self._cache = cache
-        self._sizes = (group.block_size, num_heads, group.head_dim)
-        """Axes token, head, dim."""
+        self._name, self._layer, self._dtype = name, layer, dtype
+        self._cache, self._num_heads = cache, num_heads
+        self._block_size, self._cache_dtype = groups[0].block_size, groups[0].dtype
+        self._head_dims = {part: group.head_dim for group in groups for part in group.parts}
         self._scratch = self._scratch_like(cache)
 
     @torch.no_grad()
     def views(self) -> dict[str, torch.Tensor]:
         """Return each part of the cache as [block, token, head, dim]."""
         with _unscaled(self._layer):
-            layouts = {part: self._measure(part) for part in self._group.parts}
+            layouts = {part: self._measure(part) for part in self._head_dims}
             self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
 
@@ -95,21 +120,21 @@ class LayerProbe:
         start = self._locate(part, (0, 0, 0, 0))
         strides = [
             self._locate(part, [int(axis == one) for one in range(4)]) - start if size > 1 else 0
-            for axis, size in enumerate((NUM_BLOCKS, *self._sizes))
+            for axis, size in enumerate((NUM_BLOCKS, *self._sizes(part)))
         ]
         if min(strides) < 0:
             raise self._refusal(f"'{part}' runs backwards in memory")
         return start, strides
 
     def _check(self, layouts: Mapping[str, Layout]) -> None:
-        rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
-        num_slots = NUM_BLOCKS * self._group.block_size
+        rows = {part: self._random_rows(part, seed) for seed, part in enumerate(layouts)}
+        num_slots = NUM_BLOCKS * self._block_size
         slots = torch.randperm(num_slots, generator=_generator(len(rows)))
         self._scratch.zero_()
         self._write({part: whole[slots] for part, whole in rows.items()}, slots)
         views = {part: self._view(self._scratch, part, one) for part, one in layouts.items()}
         for part, view in views.items():
-            wanted = rows[part].to(getattr(torch, self._group.dtype)).view(view.shape)
+            wanted = rows[part].to(getattr(torch, self._cache_dtype)).view(view.shape)
             if not torch.equal(view.cpu().view(wanted.dtype).float(), wanted.float()):
                 raise self._refusal(f"no strides describe where '{part}' is")
         for view in views.values():
@@ -120,11 +145,12 @@ class LayerProbe:
     def _locate(self, part: str, at: Sequence[int]) -> int:
         block, token, head, dim = at
         rows = {
-            one: torch.zeros((1, *self._sizes[1:]), dtype=self._dtype) for one in self._group.parts
+            one: torch.zeros((1, self._num_heads, head_dim), dtype=self._dtype)
+            for one, head_dim in self._head_dims.items()
         }
         rows[part][0, head, dim] = 1
         self._scratch.zero_()
-        self._write(rows, torch.tensor([block * self._group.block_size + token]))
+        self._write(rows, torch.tensor([block * self._block_size + token]))
         found = _bits(self._scratch).nonzero()
         if len(found) != 1:
             raise self._refusal(f"one number of '{part}' is written to {len(found)} places")
@@ -138,7 +164,7 @@ class LayerProbe:
         if not hasattr(impl, "do_kv_cache_update"):
             raise self._refusal(f"{type(impl).__name__} writes its cache only while it attends")
         try:
-            if self._group.parts == (KvPart.LATENT,):
+            if KvPart.LATENT in rows:
                 self._write_latent(rows[KvPart.LATENT], slots)
             else:
                 key, value = rows[KvPart.KEY], rows[KvPart.VALUE]
@@ -168,18 +194,22 @@ class LayerProbe:
         return flat.as_strided(shape, cache.stride())
 
     def _view(self, cache: torch.Tensor, part: str, layout: Layout) -> torch.Tensor:
-        shape, (offset, strides) = (cache.shape[0], *self._sizes), layout
+        shape, (offset, strides) = (cache.shape[0], *self._sizes(part)), layout
         try:
             return cache.as_strided(shape, strides, cache.storage_offset() + offset)
         except RuntimeError as error:
             raise self._refusal(f"the strides of '{part}' leave the cache") from error
 
-    def _random_rows(self, seed: int) -> torch.Tensor:
+    def _random_rows(self, part: str, seed: int) -> torch.Tensor:
         """Return small non-zero integers, exact in every KV dtype."""
-        shape, stop = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:]), 128
+        shape, stop = (NUM_BLOCKS * self._block_size, *self._sizes(part)[1:]), 128
         if self._cache.element_size() == 1:
             stop = 9  # the largest that float8_e5m2 has, with all below it
         return torch.randint(1, stop, shape, generator=_generator(seed)).to(self._dtype)
+
+    def _sizes(self, part: str) -> tuple[int, int, int]:
+        """Return the sizes of the axes token, head and dim."""
+        return self._block_size, self._num_heads, self._head_dims[part]
 
     def _refusal(self, what: str) -> GeometryError:
         return GeometryError(

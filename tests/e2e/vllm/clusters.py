@@ -85,6 +85,7 @@ _CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 _ANY_DTYPE = ("--attention-backend", "CPU_MLA")
 _WORDS = ("--no-skip-tokenizer-init",)
 _IN_WORDS = (*_CHUNKED, *_WORDS)
+_UNCACHED = (*_CHUNKED, "--no-enable-prefix-caching")
 _FP8 = ("--kv-cache-dtype", "fp8")
 _EAGLE = {"method": "eagle", "model": EAGLE, "num_speculative_tokens": 2}
 _EXPIRES = {"offer_ttl_s": 10.0}
@@ -131,6 +132,12 @@ CLUSTERS: Mapping[str, Shape] = {
     "ranks": Shape(
         Side("0", block_size=SMALLER, settings=_EXPIRES),
         Side("0|1", block_size=LARGER, dp=2, settings=_TIMES_OUT),
+    ),
+    # The state of a request is in one block. Its group of channels for all heads is on both ranks
+    # of decode. On CPUs, vLLM's Mamba 2 fails with a cache of prefixes.
+    "mamba": Shape(
+        Side("0", "mamba", flags=_UNCACHED, settings=_EXPIRES),
+        Side("0|1", "mamba", tp=2, flags=_UNCACHED, settings=_TIMES_OUT),
     ),
     # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
     "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),

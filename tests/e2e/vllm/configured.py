@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 LLAMA = {
@@ -74,6 +80,19 @@ def window(num_tokens: int, num_heads: int = 4, **changes: Any) -> SlidingWindow
     """What a layer of a sliding window caches on one rank."""
     window = {"num_kv_heads": num_heads, "sliding_window": num_tokens}
     return SlidingWindowSpec(**{**ATTENTION, **window, **changes})
+
+
+def state(page_bytes: int, *, mode: str = "align", **changes: Any) -> MambaSpec:
+    """What a short convolution of eight channels caches; ``mode`` is that of the prefix cache."""
+    fields = {
+        "block_size": 32,
+        "shapes": ((1, 8),),
+        "dtypes": (torch.float32,),
+        "mamba_type": MambaAttentionBackendEnum.SHORT_CONV,
+        "mamba_cache_mode": mode,
+        "page_size_padded": page_bytes,
+    }
+    return MambaSpec(**{**fields, **changes})
 
 
 def layers(*specs: Any) -> dict[str, Any]:

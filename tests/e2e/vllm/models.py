@@ -87,14 +87,30 @@ def mellum() -> Any:
     )
 
 
+def mamba() -> Any:
+    """A Falcon-H1: Mamba 2 beside attention in each layer, with one group for all heads."""
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        **COMMON,
+        **GROUPED,
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_ssm=1024,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+    )
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gqa": gqa,
     "hybrid": hybrid,
     "mla": mla,
     "drafted": drafted,
+    "mamba": mamba,
     "mellum": mellum,
 }
-FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla", "drafted"), ("gqa", "mellum")
+FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla", "drafted", "mamba"), ("gqa", "mellum")
 EAGLE = "eagle"
 """Folder of the head of `drafted`."""
 

@@ -37,18 +37,24 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbus.integrations.vllm import KvbusConnector
 from kvbus.spawn import free_port
-from tests.e2e.vllm.configured import configure, full, layers, window
+from tests.e2e.vllm.configured import configure, full, layers, state, window
 from tests.support.agents import AgentProcess, Agents, wait_until
 
 VOCABULARY = 100
 LONGEST = 160
+MAX_MODEL_LEN = 512
 WITHIN_S = 60.0
 TO_DECODE = {"do_remote_decode": True}
 SMALLER, LARGER = 8, 16
@@ -222,6 +228,7 @@ class Scheduled:
     def _look_into_cache(self) -> None:
         """Each block that is found by a hash has to hold what the hash is of."""
         known = {}
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
         for request in self.requests:
             size, kv = self.scheduler.hash_block_size, kv_of(request.all_token_ids)
             for number, block_hash in enumerate(request.block_hashes):
@@ -229,22 +236,44 @@ class Scheduled:
         for block in self.pool.blocks:
             if (key := block.block_hash) is not None:
                 has = _numbers(self.memory[get_group_id(key)])[block.block_id]
-                if not torch.equal(has, known[get_block_hash(key)]):
+                spec, right = groups[get_group_id(key)].kv_cache_spec, known[get_block_hash(key)]
+                if not torch.equal(has, right[-1:] if isinstance(spec, MambaSpec) else right):
                     self.wrong.append(f"cached: block {block.block_id}: {has}")
 
     def _write(self, request: Request, num_tokens: int) -> None:
         stop = request.num_computed_tokens
         kv = kv_of(request.all_token_ids)
-        for memory, ids in zip(self.memory, self._tables(request), strict=True):
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        for group, memory, ids in zip(groups, self.memory, self._tables(request), strict=True):
+            if isinstance(group.kv_cache_spec, MambaSpec):
+                self._advance(request, num_tokens, memory, ids, group.kv_cache_spec)
+                continue
             for at in range(stop - num_tokens, stop):
                 block, slot = _place(memory, ids, at)
                 memory[block, :, slot] = kv[at]
+
+    def _advance(
+        self,
+        request: Request,
+        num_tokens: int,
+        memory: torch.Tensor,
+        ids: Sequence[int],
+        spec: MambaSpec,
+    ) -> None:
+        """A step begins with the state of the tokens before it, and leaves its own."""
+        stop, kv = request.num_computed_tokens, kv_of(request.all_token_ids)
+        size, start = spec.block_size, stop - num_tokens
+        if start > 0 and _numbers(memory)[ids[(start - 1) // size], 0] != kv[start - 1]:
+            self.wrong.append(f"{request.request_id}: the state after {start} tokens")
+        memory[ids[(stop - 1) // size]] = kv[stop - 1]
 
     def _read(self, request: Request, num_tokens: int) -> None:
         stop, kv = request.num_computed_tokens, kv_of(request.all_token_ids)
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         for group, memory, ids in zip(groups, self.memory, self._tables(request), strict=True):
             spec = group.kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                continue
             seen = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else stop
             for at in range(max(0, stop - num_tokens - seen + 1), stop):
                 block, slot = _place(memory, ids, at)
@@ -296,7 +325,8 @@ PROMPT = prompt_of(LENGTH)
 @contextmanager
 def engines_of(folder: Path) -> Iterator[EngineOf]:
     """Begins engines of any block size and window, by one configuration of vLLM."""
-    vllm_config = configure(folder, layers(full()), num_blocks=64, max_model_len=512).vllm_config
+    case = configure(folder, layers(full()), num_blocks=64, max_model_len=MAX_MODEL_LEN)
+    vllm_config = case.vllm_config
     init_none_hash(sha256)
 
     @contextmanager
@@ -310,16 +340,19 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         step_tokens: int = 0,
         drains_s: int = 0,
         fits: bool = True,
+        state_mode: str | None = None,
         kv_role: str = "kv_both",
         **options: Any,
     ) -> Iterator[Scheduled]:
         """Beside one agent, or one of each kind, to offer and to load with, if they ``fit``.
 
-        With room for so many of the longest requests, whose tokens see ``of`` tokens or all.
+        With room for so many of the longest requests, whose tokens see ``of`` tokens or all. With a
+        ``state_mode`` ("none" or "align") they have a state, too.
         ``options`` are the connector's.
         """
         specs = [window(of, block_size=size)] if of is not None else []
         specs += [full(block_size=size)] if has_full else []
+        specs += [] if state_mode is None else [_state_beside(specs[0], state_mode)]
         groups = [KVCacheGroupSpec([name], spec) for name, spec in layers(*specs).items()]
         num_blocks = 1 + num_requests * len(specs) * (2 + 2 * LONGEST // size)
         caches = KVCacheConfig(num_blocks, [], groups, hash_block_size=size)
@@ -332,6 +365,8 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.block_size = size
         config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.mamba_cache_mode = state_mode or "none"
+        config.cache_config.enable_prefix_caching = state_mode != "none"
         config.shutdown_timeout = drains_s
         if step_tokens:
             config.scheduler_config = copy.copy(config.scheduler_config)
@@ -381,15 +416,26 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         destroy_distributed_environment()
 
 
+def _state_beside(attention: Any, mode: str) -> MambaSpec:
+    """Without a cache of prefixes, one block has the state of the longest request."""
+    size = attention.block_size if mode == "align" else MAX_MODEL_LEN
+    return state(attention.page_size_bytes, mode=mode, block_size=size)
+
+
 def _registered(worker: KvbusConnector, config: Any, caches: KVCacheConfig) -> list[torch.Tensor]:
     """The memory of each group, full of random bits, as the agents have it from now on."""
-    made = {}
+    made, modules = {}, {}
     for group in caches.kv_cache_groups:
-        shape = (caches.num_blocks, 2, group.kv_cache_spec.block_size, NUM_HEADS, HEAD_SIZE)
-        made[group.layer_names[0]] = torch.randint(1 << 30, shape, dtype=torch.int32)
-    modules = {name: _Layer(memory.view(torch.float32)) for name, memory in made.items()}
+        (name,), spec = group.layer_names, group.kv_cache_spec
+        has_state = isinstance(spec, MambaSpec)
+        shape = (caches.num_blocks, 2, spec.block_size, NUM_HEADS, HEAD_SIZE)
+        if has_state:
+            shape = (caches.num_blocks, 1, 1, *spec.shapes[0])
+        made[name] = torch.randint(1 << 30, shape, dtype=torch.int32)
+        cache = made[name].view(torch.float32)
+        modules[name] = SimpleNamespace(kv_cache=[cache[:, 0, 0]]) if has_state else _Layer(cache)
     config.compilation_config.static_forward_context = modules
-    worker.register_kv_caches({name: layer.kv_cache for name, layer in modules.items()})
+    worker.register_kv_caches({name: one.view(torch.float32) for name, one in made.items()})
     return list(made.values())
 
 

@@ -12,12 +12,15 @@ import torch
 
 pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM: make test-vllm")
 
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.describe import describe_engine, tokens_left
+from kvbus.integrations.vllm.describe import Gather, Layers, describe_engine, tokens_left
+from kvbus.integrations.vllm.offers import tables_of
+from kvbus.integrations.vllm.params import Description, GroupSource
 from kvbus.planning import check_compatible
 from tests.e2e.vllm.configured import Configured, configure, full, layers, window
 
@@ -26,28 +29,80 @@ GROUPS = {"window-48.0": (0, 3), "window-48.1": (1, 4), "full": (2, 5)}
 
 
 def described(case: Configured, **options: Any) -> EngineSpec:
-    return describe_engine(case.vllm_config, case.scheduler, engine_id="e", **options)
+    return describe_engine(case.vllm_config, case.scheduler, engine_id="e", **options).engine
+
+
+def by_workers(case: Configured) -> list[Description]:
+    """What the workers of each stage say, once each knows the layers of the others."""
+    size = case.vllm_config.parallel_config.tensor_parallel_size
+    stages = case.workers[::size]
+    joined: Layers = []
+
+    def describe(gather: Gather) -> list[Description]:
+        config = case.vllm_config
+        return [describe_engine(config, one, engine_id="e", gather=gather) for one in stages]
+
+    def collect(layers: Layers) -> Layers:
+        joined.extend(layers)
+        return layers
+
+    describe(collect)
+    return describe(lambda _: joined)
 
 
 @pytest.mark.parametrize(
     ("specs", "pp_size", "groups"),
-    [(HYBRID, 1, GROUPS), (layers(*[full()] * 4), 2, {"full": (0, 1, 2, 3)})],
-    ids=["hybrid", "stages"],
+    [
+        (HYBRID, 1, GROUPS),
+        (layers(*[full()] * 4), 2, {"full": (0, 1, 2, 3)}),
+        (layers(window(48), window(48), full(), full()), 2, {"window-48": (0, 1), "full": (2, 3)}),
+        (layers(full(), full(2)), 1, {"full.0": (0,), "full.1": (1,)}),
+        (layers(*[full(head_size_v=16)] * 2), 1, {"full-k": (0, 1), "full-v": (0, 1)}),
+    ],
+    ids=["hybrid", "stages", "hybrid in stages", "unlike heads", "unlike k and v"],
 )
-def test_scheduler_and_workers_describe_same_engine_and_groups(
+def test_workers_of_all_stages_describe_same_engine_and_groups(
     tmp_path: Path, specs: Any, pp_size: int, groups: Mapping[str, tuple[int, ...]]
 ) -> None:
     case = configure(tmp_path, specs, pipeline_parallel_size=pp_size)
 
-    said = [describe_engine(case.vllm_config, one, engine_id="e") for one in case.workers]
+    said = by_workers(case)
 
-    assert said == [described(case)] * pp_size
-    assert said[0].pp_size == pp_size
-    assert {group.name: group.layers for group in said[0].groups} == groups
-    theirs = [type(group.kv_cache_spec).__name__ for group in case.scheduler.transfer_groups]
-    assert [one.window is None for one in said[0].groups] == [
-        kind == "FullAttentionSpec" for kind in theirs
-    ]
+    assert said == [said[0]] * pp_size
+    assert said[0].engine.pp_size == pp_size
+    assert {group.name: group.layers for group in said[0].engine.groups} == groups
+    sources = zip(said[0].engine.groups, said[0].sources, strict=True)
+    for group, source in sources if pp_size == 1 else ():
+        theirs = case.scheduler.transfer_groups[source.transfer_group].kv_cache_spec
+        assert (group.window is None) == isinstance(theirs, FullAttentionSpec)
+
+
+def test_kernel_blocks_are_the_blocks_of_a_group(tmp_path: Path) -> None:
+    case, names = configure(tmp_path, layers(full(), full())), list(layers(full(), full()))
+    config, (caches,) = case.vllm_config, case.workers
+
+    described = describe_engine(
+        config, caches, engine_id="e", num_kernel_blocks=dict.fromkeys(names, 2)
+    )
+
+    (group,) = described.engine.groups
+    assert (group.block_size, described.sources) == (16, (GroupSource(0, 2),))
+    tables = tables_of(described, [[5, 3]], 16, 50)
+    assert tables == ({"full": [11, 6, 7]}, {"full": 1}, set())
+    with pytest.raises(GeometryError):
+        tables_of(described, [[5, 3]], 0, 65)
+
+
+def test_window_that_begins_behind_a_kernel_block_is_partial(tmp_path: Path) -> None:
+    case = configure(tmp_path, layers(window(18), window(18)))
+    names = dict.fromkeys(layers(full(), full()), 2)
+    described = describe_engine(
+        case.vllm_config, case.workers[0], engine_id="e", num_kernel_blocks=names
+    )
+
+    tables = tables_of(described, [[5, 3]], 0, 33)
+
+    assert tables == ({"window-18": [11, 6]}, {"window-18": 1}, {5})
 
 
 def test_engines_of_other_ranks_and_block_size_are_compatible(tmp_path: Path) -> None:
@@ -110,7 +165,7 @@ def test_prefill_leaves_what_drafts_look_ahead_to_decode(
     case = configure(tmp_path, layers(specs, specs))
     case.vllm_config.speculative_config = drafting(method)
 
-    assert tokens_left(case.vllm_config, described(case)) == num_left
+    assert tokens_left(case.vllm_config, case.scheduler) == num_left
 
 
 def drafting(method: str) -> Any:
@@ -147,15 +202,27 @@ class Refused:
     group: Mapping[str, Any] = field(default_factory=dict)
 
 
-STATE = MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
+GDN = MambaSpec(
+    block_size=32,
+    shapes=((3, 2 * 2 * 16 + 4 * 8), (4, 8, 16)),
+    dtypes=(torch.float16, torch.float32),
+    mamba_type=Kind.GDN_ATTN,
+)
+"""Two heads of 16 for queries and keys, four of 8 for values."""
+LINEAR = replace(GDN, mamba_type=Kind.LINEAR, shapes=((4, 8, 8),), dtypes=(torch.float32,))
+DRAFTED = {"num_speculative_blocks": 2}
+RING = {"shapes": (*GDN.shapes, (4, 4)), "dtypes": (*GDN.dtypes, torch.float32)}
+ODD = {"shapes": ((3, 97), (4, 8, 16))}
 FLOAT8 = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
 QUANTISED = full(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
 IN_STAGES = {"pipeline_parallel_size": 2}
 DECODE_CONTEXTS, PREFILL_CONTEXTS = "decode_context_parallel_size", "prefill_context_parallel_size"
 REFUSED = {
     "quantised": Refused("kv_cache_dtype", specs=(QUANTISED, QUANTISED)),
-    "state": Refused("groups", specs=(STATE, STATE)),
-    "heads of two sizes": Refused("head_size_v", specs=2 * (full(head_size_v=16),)),
+    "state": Refused("groups", "kind linear", specs=(LINEAR, LINEAR)),
+    "states of drafts": Refused("speculative_config", specs=2 * (replace(GDN, **DRAFTED),)),
+    "state with a ring": Refused("mamba_backend", specs=2 * (replace(GDN, **RING),)),
+    "state of odd width": Refused("shapes", specs=2 * (replace(GDN, **ODD),)),
     "compressed": Refused("groups", specs=2 * (full(tokens_per_state=2),)),
     "window of one": Refused("sliding_window", specs=(window(1), window(1))),
     "odd dtype": Refused("kv_cache_dtype", specs=2 * (full(dtype=torch.float64),)),
@@ -169,15 +236,6 @@ REFUSED = {
         "one KV head on each of 2 ranks",
         specs=(full(1),),
         options={"tensor_parallel_size": 2},
-    ),
-    "layers that differ": Refused(
-        "num_kv_heads", "differ in num_kv_heads", specs=(full(4), full(2))
-    ),
-    "kinds of attention in stages": Refused(
-        "pipeline_parallel_size",
-        "pipeline",
-        specs=(window(48), window(48), full(), full()),
-        options=IN_STAGES,
     ),
     "decode contexts": Refused(DECODE_CONTEXTS, config={f"parallel_config.{DECODE_CONTEXTS}": 2}),
     "prefill contexts": Refused(
@@ -207,9 +265,7 @@ def test_what_cannot_be_served_is_refused_with_what_it_is(tmp_path: Path, name: 
         setattr(attrgetter(owner)(case.vllm_config) if owner else case.vllm_config, last, value)
     for key, value in refused.group.items():
         setattr(case.scheduler.kv_cache_groups[0], key, value)
-    caches = case.workers[0] if name == "layers that differ" else case.scheduler
-
     with pytest.raises(GeometryError, match=refused.match) as found:
-        describe_engine(case.vllm_config, caches, engine_id="e")
+        describe_engine(case.vllm_config, case.scheduler, engine_id="e")
 
     assert found.value.detail["field"] == refused.named

@@ -28,7 +28,8 @@ from kvbus.engine.rank_memory import region_tensor
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.describe import describe_engine
-from kvbus.integrations.vllm.worker import share_rank
+from kvbus.integrations.vllm.params import Description
+from kvbus.integrations.vllm.worker import kernel_blocks_of, share_rank
 from kvbus.memory.mapping import SegmentMapping
 from tests.e2e.vllm.configured import Configured, configure, full, layers, window
 
@@ -45,9 +46,6 @@ class Worker:
 
     def __init__(self, case: Configured, rank: int = 0, *, isa: str = "vec") -> None:
         self.rank, self.case = rank, case
-        self.engine: EngineSpec = describe_engine(
-            case.vllm_config, case.workers[rank], engine_id="e"
-        )
         self.caches: dict[str, torch.Tensor] = allocate_kv_cache(
             case.workers[rank], torch.device("cpu"), KVCacheLayout.LBHNC
         )
@@ -55,12 +53,26 @@ class Worker:
             name: attention(case, cache, isa) for name, cache in self.caches.items()
         }
 
+    @property
+    def described(self) -> Description:
+        caches = self.case.workers[self.rank]
+        return describe_engine(
+            self.case.vllm_config,
+            caches,
+            engine_id="e",
+            num_kernel_blocks=kernel_blocks_of(caches, self.caches),
+        )
+
+    @property
+    def engine(self) -> EngineSpec:
+        return self.described.engine
+
     @contextmanager
     def shared(self) -> Iterator[RankMemory]:
         """What other processes get."""
         self.case.vllm_config.compilation_config.static_forward_context = self.layers
         shared = share_rank(
-            self.engine,
+            self.described,
             self.rank,
             self.case.vllm_config,
             self.case.workers[self.rank],
@@ -257,6 +269,20 @@ def test_any_order_of_axes_is_found(worker: Worker) -> None:
     assert places(worker) == {"v": (0, strides), "k": (32 * 4 * 32 * 4, strides)}
 
 
+def test_k_and_v_of_unlike_size_are_groups_of_their_own(tmp_path: Path) -> None:
+    worker = Worker(configure(tmp_path, layers(full(head_size_v=16))))
+    cache = torch.zeros(16, 32, 4, 48)  # [block, token, head, dim of both]
+
+    def write(_: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
+        cache.view(-1, 4, 48)[slots] = torch.cat([key, value], dim=2)
+
+    has(worker, cache, impl=writing(write))
+
+    strides = {B: 32 * 4 * 48 * 4, T: 4 * 48 * 4, H: 48 * 4, D: 4}
+    assert places(worker) == {"k": (0, strides), "v": (32 * 4, strides)}
+    assert {one.name: one.head_dim for one in worker.engine.groups} == {"full-k": 32, "full-v": 16}
+
+
 def plain(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
     """What the writers below do wrong in one place each."""
     flat = cache[..., :64].view(-1, 4, 32, 2, 32)  # block, head, token, part, dim
@@ -332,18 +358,23 @@ def test_layout_beyond_strides_is_refused_and_no_layer_is_moved(tmp_path: Path, 
     assert [cache.data_ptr() for cache in worker.caches.values()] == before
 
 
-@pytest.mark.parametrize("seen_by", ["cache", "layer"])
-def test_backend_splitting_blocks_is_refused_before_memory_moves(
-    worker: Worker, seen_by: str
-) -> None:
+def test_blocks_that_a_backend_splits_are_described_as_split(worker: Worker) -> None:
     cache = worker.caches[NAME]
-    split, before = cache.view(32, 4, 16, 64), cache.data_ptr()
-    if seen_by == "cache":
-        worker.caches[NAME] = split
-    else:
-        worker.layers[NAME].kv_cache = split
+    worker.caches[NAME] = worker.layers[NAME].kv_cache = cache.view(32, 4, 16, 64)
 
-    with pytest.raises(GeometryError, match="Lower --block-size"):
+    with worker.shared() as shared:
+        slots = torch.randperm(64)
+        for part, written in worker.write(NAME, slots).items():
+            assert torch.equal(read(worker.engine, shared, 0, part, slots), written)
+
+    assert worker.engine.groups[0].block_size == 16
+
+
+def test_blocks_that_are_not_the_schedulers_are_refused(worker: Worker) -> None:
+    cache = worker.caches[NAME]
+    worker.caches[NAME], before = cache.view(32, 4, 16, 64)[:23], cache.data_ptr()
+
+    with pytest.raises(GeometryError, match="has 23 blocks where the scheduler has 16"):
         worker.shared().__enter__()
 
     assert cache.data_ptr() == before
