@@ -151,6 +151,7 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/generate_header.py
 	PYTHONPATH=. $(BIN)/python docs/generate_reference.py
 	PYTHONPATH=. $(BIN)/python docs/generate_tables.py
+	PYTHONPATH=. $(BIN)/python docs/generate_kinds.py
 	$(BIN)/python -m tests.unit.vectors.generate
 
 schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all messages

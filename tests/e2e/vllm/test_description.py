@@ -50,6 +50,9 @@ def by_workers(case: Configured) -> list[Description]:
     return describe(lambda _: joined)
 
 
+@pytest.mark.kind(
+    "pipeline stages; layers with other numbers of heads; K and V of unlike size", on="memory"
+)
 @pytest.mark.parametrize(
     ("specs", "pp_size", "groups"),
     [
@@ -146,15 +149,20 @@ def test_kinds_of_float8_are_told_apart(tmp_path: Path) -> None:
         check_compatible(e4m3, e5m2)
 
 
-def test_layers_of_a_draft_model_count_behind_those_of_the_model(tmp_path: Path) -> None:
-    drafts = {f"draft_model.{name}": spec for name, spec in layers(full()).items()}
-    case = configure(tmp_path, {**layers(*4 * (full(),)), **drafts})
+@pytest.mark.kind("separate draft models", on="memory")
+@pytest.mark.parametrize(
+    "name",
+    ["draft_model.model.layers.0.attn", "model.mtp.layers.0.attn", "model.layers.4.mtp.attn"],
+)
+def test_draft_layers_count_behind_those_of_the_model(tmp_path: Path, name: str) -> None:
+    case = configure(tmp_path, {**layers(*4 * (full(),)), name: full()})
 
     (group,) = described(case).groups
 
     assert group.layers == (0, 1, 2, 3, 4)
 
 
+@pytest.mark.kind("MTP modules", on="memory")
 @pytest.mark.parametrize(
     ("method", "specs", "num_left"),
     [("eagle", full(), 0), ("eagle", window(48), 1), ("mtp", full(), 2), ("mtp", window(48), 2)],

@@ -358,6 +358,7 @@ def test_layout_beyond_strides_is_refused_and_no_layer_is_moved(tmp_path: Path, 
     assert [cache.data_ptr() for cache in worker.caches.values()] == before
 
 
+@pytest.mark.kind("kernel blocks that are smaller than blocks", on="memory")
 def test_blocks_that_a_backend_splits_are_described_as_split(worker: Worker) -> None:
     cache = worker.caches[NAME]
     worker.caches[NAME] = worker.layers[NAME].kv_cache = cache.view(32, 4, 16, 64)

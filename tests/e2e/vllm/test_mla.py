@@ -4,6 +4,8 @@ import hashlib
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.vllm.clusters import Cluster, prompt_of
 from tests.e2e.vllm.models import MLA_TOKEN_BYTES, NUM_LAYERS
 from tests.e2e.vllm.servers import VllmServer
@@ -34,6 +36,7 @@ def filled_pages(server: VllmServer) -> set[bytes]:
     return found
 
 
+@pytest.mark.kind("MLA", on="servers")
 def test_decode_has_the_very_bytes_that_prefill_computed(pair: Cluster) -> None:
     prompt = prompt_of(NUM_BLOCKS * pair.prefill.block_size(), seed=99)
     before = filled_pages(pair.prefill)

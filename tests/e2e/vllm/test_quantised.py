@@ -15,6 +15,7 @@ CLUSTER = "fp8"
 TOKEN_BYTES = 2 * NUM_LAYERS * GROUPED["num_key_value_heads"] * GROUPED["head_dim"]
 
 
+@pytest.mark.kind("fp8 with one scale for each tensor (the test needs AVX-512)", on="servers")
 @pytest.mark.parametrize("num_tokens", [1, 33, 64, 129, 301])
 def test_handed_off_prompt_gets_the_tokens_of_decode_alone(pair: Cluster, num_tokens: int) -> None:
     prompt = prompt_of(num_tokens, seed=num_tokens)

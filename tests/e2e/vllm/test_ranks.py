@@ -8,6 +8,7 @@ CLUSTER = "ranks"
 NUM_PROMPTS = 12
 
 
+@pytest.mark.kind("data-parallel ranks of decode", on="servers")
 @pytest.mark.long
 def test_each_rank_loads_what_it_decodes(pair: Cluster) -> None:
     prompts = [prompt_of(40 + 17 * number, seed=number) for number in range(NUM_PROMPTS)]

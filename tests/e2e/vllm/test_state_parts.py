@@ -75,6 +75,10 @@ def rank_of(
     return spec, tensors
 
 
+@pytest.mark.kind(
+    "states of Mamba 1 and 2, gated delta nets and short convolutions, on any number of ranks",
+    on="memory",
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_units_of_all_ranks_are_those_of_one_rank(layout: str, name: str, tp_size: int) -> None:

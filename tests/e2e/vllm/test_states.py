@@ -9,6 +9,7 @@ BLOCK = 128
 """vLLM's block size for the model on a CPU."""
 
 
+@pytest.mark.kind("Mamba 2 beside attention, without prefix caching", on="servers")
 @pytest.mark.parametrize("num_tokens", [2, 33, BLOCK, BLOCK + 1, BLOCK + 2, 300, 4 * BLOCK + 1])
 def test_decode_goes_on_with_the_state_of_prefill(pair: Cluster, num_tokens: int) -> None:
     prompt = prompt_of(num_tokens, seed=num_tokens)

@@ -61,6 +61,7 @@ def computed(pair: Cluster) -> float:
     return pair.prefill.metric("prompt_tokens_by_source_total", source="local_compute")
 
 
+@pytest.mark.kind("sliding windows beside full attention", on="servers")
 def test_decode_says_same_as_alone_and_no_handoff_stands_still(pair: Cluster) -> None:
     """A side that waits for a core that it does not get waits for its timeout, and computes."""
     works_again(pair, seed=4000)  # the agents have met

@@ -26,6 +26,7 @@ CLUSTER = "up"
 LENGTHS = (1, SMALLER - 1, SMALLER, LARGER, LARGER + 1, CHUNK_TOKENS + 7, 7 * CHUNK_TOKENS + 7)
 
 
+@pytest.mark.kind("full attention (MHA, GQA)", on="servers")
 @pytest.mark.parametrize("pair", [False], indirect=True, ids=["without agents"])
 def test_servers_serve_before_agents_start_and_use_them_later(pair: Cluster) -> None:
     prompt, seeds = prompt_of(250, seed=1), count(1000)
