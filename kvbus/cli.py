@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvbus.errors import ConfigError, KVBusError, in_plain_words
+from kvbus.errors import ConfigError, KVBusError, plain_message
 from kvbus.interrupt import raise_at_ctrl_c
 from kvbus.output import fail
 
@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "doctor": (
         "kvbus.doctor.command",
-        "Say what works on this machine for kvbus, what does not, why, and what to do.",
+        "Check what works on this machine for kvbus, and explain how to fix the rest.",
     ),
     "conform": (
         "kvbus.conform.command",
@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "status": (
         "kvbus.lab.status.command",
-        "Tell what agents hold and do now, or what happens at one.",
+        "Show what agents hold and do now, or what happens at one.",
     ),
     "trace": (
         "kvbus.trace.command",
@@ -59,7 +59,7 @@ PANELS = {
     "Inspect": ("status", "trace", "doctor", "plan"),
     "Develop": ("conform", "bench", "bench-prefill", "bench-decode"),
 }
-LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enable": False}
+HELP_STYLE: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enable": False}
 
 
 class Commands(TyperGroup):
@@ -79,7 +79,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            error.message = in_plain_words(error.message)
+            error.message = plain_message(error.message)
             raise
         except KVBusError as error:
             fail(error.message, status=2 if isinstance(error, ConfigError) else 1, cause=error)
@@ -89,7 +89,7 @@ def _load_command(name: str) -> Any:
     loaded = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
     if isinstance(loaded, typer.Typer):
         return typer.main.get_command(loaded)
-    wrapper = typer.Typer(add_completion=False, **LOOKS)
+    wrapper = typer.Typer(add_completion=False, **HELP_STYLE)
     wrapper.command(name)(loaded)
     return typer.main.get_command(wrapper)
 
@@ -115,7 +115,7 @@ app = typer.Typer(
     help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
     no_args_is_help=True,
     add_completion=False,
-    **LOOKS,
+    **HELP_STYLE,
 )
 for _panel, _names in PANELS.items():
     for _name in _names:

@@ -268,7 +268,7 @@ def leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of a msgspec refusal in plain words: ``'tp' must be at most 8``."""
+    """Return the reason of a msgspec refusal in plain English: ``'tp' must be at most 8``."""
     field, reason = field_and_reason(error)
     return f"'{field}' {reason}" if field else reason
 
@@ -285,11 +285,11 @@ def field_and_reason(error: Exception) -> tuple[str, str]:
     if missing_or_unknown := _MISSING_OR_UNKNOWN.fullmatch(text):
         is_missing, name = missing_or_unknown.groups()
         return f"{field}.{name}".lstrip("."), "is missing" if is_missing else "is unknown"
-    return field, f"has a key that {in_plain_words(text)}" if is_key else in_plain_words(text)
+    return field, f"has a key that {plain_message(text)}" if is_key else plain_message(text)
 
 
-def in_plain_words(message: str) -> str:
-    """Return a message of msgspec, pydantic or Python in plain words, other text unchanged."""
+def plain_message(message: str) -> str:
+    """Return a message of msgspec, pydantic or Python in plain English, other text unchanged."""
     for pattern, write in _MESSAGES:
         if found := pattern.fullmatch(message):
             return write(*found.groups())

@@ -21,7 +21,7 @@ def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[.
             run(options(**given))
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
-        command.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks for it
+        command.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` reads it
         return command
 
     return decorate

@@ -24,7 +24,7 @@ DTYPE_ALIASES = {
 }
 
 
-class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
+class LayoutFields(msgspec.Struct, forbid_unknown_fields=True):
     layout: Annotated[str, Meta(max_length=64)] = "NHD"
     cross_layer: bool = False
 
@@ -35,13 +35,13 @@ class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
         return KvLayout.parse(text, cross_layer=self.cross_layer)
 
 
-class EngineWords(LayoutWords, kw_only=True):
+class EngineFields(LayoutFields, kw_only=True):
     tp: Annotated[int, Meta(ge=1, le=1024)] = 1
     pp: Annotated[int, Meta(ge=1, le=1024)] = 1
     block: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
 
 
-class ModelWords(EngineWords, kw_only=True):
+class ModelFields(EngineFields, kw_only=True):
     layers: Annotated[int, Meta(ge=1, le=512)]
     head: Annotated[int, Meta(ge=1, le=1 << 16)]
     kv_heads: Annotated[int, Meta(ge=1, le=4096)] = 0
@@ -73,29 +73,29 @@ class ModelWords(EngineWords, kw_only=True):
         return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
 
 
-W = TypeVar("W", bound=LayoutWords)
+W = TypeVar("W", bound=LayoutFields)
 _WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
 
 
-def read_words(option: str, text: str, kind: type[W]) -> W:
+def read_fields(option: str, text: str, kind: type[W]) -> W:
     try:
-        words = _parse_words(text, kind)
-        words.parse()
+        fields = _parse_fields(text, kind)
+        fields.parse()
     except _WRONG as error:
         raise _refusal(option, error) from error
-    return words
+    return fields
 
 
 def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
-    """Parse `ModelWords`, or a TOML or JSON file with `LayoutWords` after its path."""
+    """Parse `ModelFields`, or a TOML or JSON file with `LayoutFields` after its path."""
     try:
         first, _, more = text.partition(",")
         if "=" in first or not first:
-            words = _parse_words(text, ModelWords)
-            engine, layout = words.engine(option.lstrip("-")), words.parse()
+            fields = _parse_fields(text, ModelFields)
+            engine, layout = fields.engine(option.lstrip("-")), fields.parse()
         else:
             engine = _read_file(Path(first))
-            layout = _parse_words(more, LayoutWords).parse()
+            layout = _parse_fields(more, LayoutFields).parse()
         validate_engine(engine)
         if engine.num_ranks > MAX_RANKS:
             raise ConfigError(f"tp times pp is more than {MAX_RANKS} ranks")
@@ -108,16 +108,16 @@ def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
 
 def _refusal(option: str, error: Exception) -> ConfigError:
     message = reason_of(error).replace("\n", " ")
-    help_at = "; --help says what a SPEC is" if isinstance(error, msgspec.MsgspecError) else ""
+    help_at = "; --help describes a SPEC" if isinstance(error, msgspec.MsgspecError) else ""
     return ConfigError(f"{option}: {message}{help_at}", option=option)
 
 
-def _parse_words(text: str, kind: type[W]) -> W:
+def _parse_fields(text: str, kind: type[W]) -> W:
     values: dict[str, str] = {}
-    for word in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
-        key, equals, value = word.partition("=")
+    for item in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
+        key, equals, value = item.partition("=")
         if not (equals and key and value) or key in values:
-            raise ConfigError(f"{word[:60]!r} is not a key=value that is given once")
+            raise ConfigError(f"{item[:60]!r} is not a key=value that is given once")
         values[key] = value
     return msgspec.convert(values, kind, strict=False)
 

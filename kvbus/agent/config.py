@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvbus.agent.sources import RawConfig, gather, in_words, kinds_of, variable
+from kvbus.agent.sources import RawConfig, describe_error, gather, kinds_of, variable
 from kvbus.bus import with_brackets
 from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole
@@ -42,7 +42,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{1,64}$",
-            extra={"words": "1 to 64 letters of ASCII, digits, dots, underscores and hyphens"},
+            extra={"expected": "1 to 64 letters of ASCII, digits, dots, underscores and hyphens"},
         ),
     ]
     """Name of this agent in logs, metrics and tickets; unique in the cluster."""
@@ -89,7 +89,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
-            extra={"words": "http://HOST:PORT or https://HOST:PORT, or nothing"},
+            extra={"expected": "http://HOST:PORT or https://HOST:PORT, or nothing"},
         ),
     ] = ""
     """Address of an OpenTelemetry collector for spans, by OTLP over HTTP, such as
@@ -175,7 +175,7 @@ def convert_config(
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         key = str(error).partition(" - at `$.")[2].rstrip("`").partition("[")[0]
-        reason = in_words(error, fields.get(key), kinds_of(kind).get(key))
+        reason = describe_error(error, fields.get(key), kinds_of(kind).get(key))
         named = f"key '{key}': " if key else ""
         raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
     config = _with_brackets(config)

@@ -42,7 +42,7 @@ class DataPlane:
     interfaces: tuple[str, ...]
     data: DataProcess
     endpoints: tuple[str, ...] = ()
-    """As of the last `look`."""
+    """As of the last `check`."""
     outside: str = ""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
@@ -128,7 +128,7 @@ class DataPlane:
             await self.check()
         self._end_if_outside()
 
-    async def look_at_next(self) -> None:
+    async def check_until_done(self) -> None:
         while await self._try_to_check():  # noqa: ASYNC110 - an event would serve this loop only
             await anyio.sleep(CHECK_AGAIN_S)
         self._end_if_outside()
@@ -137,7 +137,7 @@ class DataPlane:
         if self.outside:
             reason = (
                 f"UCX listens at {self.outside}, which data_interfaces = {list(self.interfaces)} "
-                "does not allow; look at the UCX_ settings of the environment"
+                "does not allow; check the UCX_ settings of the environment"
             )
             log.critical("data_plane.exposed", reason=reason)
             os._exit(1)

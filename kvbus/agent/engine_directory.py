@@ -141,7 +141,7 @@ class EngineDirectory:
             process.segments.find_cuts()
 
     def admit(self, call: Call) -> None:
-        """Refuse a process that has not said hello on the attach socket, except status requests.
+        """Refuse a process without a hello on the attach socket, except for status requests.
 
         The first session with a boot id is the process's: no other process knows the id by then.
         """
@@ -153,7 +153,7 @@ class EngineDirectory:
     def process_of(self, call: Call) -> EngineProcess:
         process = self._by_boot.get(call.session.boot)
         if process is None:
-            raise _not_registered("say hello on the attach socket first")
+            raise _not_registered("send hello on the attach socket first")
         if process.session not in (None, call.session):
             raise _not_registered(
                 "another connection speaks for this boot id; a sender that connects again must "
@@ -248,7 +248,7 @@ class EngineDirectory:
 
     def _greet(self, connection: AttachConnection, hello: Hello) -> Welcome:
         if connection in self._by_connection or hello.boot in self._by_boot:
-            raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
+            raise LocalError("this boot id has sent hello already", code=ErrorCode.ENGINE_CONFLICT)
         if self._server.sessions.has_ended(hello.boot):
             raise LocalError("this boot id was ended here: take a new one", code=ErrorCode.STALE)
         check_protocol(hello.min_protocol, hello.max_protocol)
@@ -260,14 +260,14 @@ class EngineDirectory:
 
     def _segments_of(self, connection: AttachConnection) -> Segments:
         if connection not in self._by_connection:
-            raise _not_registered("say hello first")
+            raise _not_registered("send hello first")
         return self._by_connection[connection].segments
 
     def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
         spec = wanted.engine
         validate_engine(spec)
         if spec.engine_id != process.engine_id:
-            raise LocalError(f"hello said '{process.engine_id}', register '{spec.engine_id}'")
+            raise LocalError(f"hello named '{process.engine_id}', register '{spec.engine_id}'")
         if process.engine is not None:
             raise LocalError("this session is registered", code=ErrorCode.ENGINE_CONFLICT)
         engine = self.engines.get(spec.engine_id) or LocalEngine(spec)
@@ -373,10 +373,10 @@ class EngineDirectory:
         self._tasks.start_soon(self._release, engine)
 
     async def _release(self, engine: LocalEngine) -> None:
-        """Release the bytes of a lost engine, then hang up; release the addresses last."""
+        """Release the bytes of a lost engine, close its connections, then release the addresses."""
         for process in list(engine.processes):
             await self._discard(process)
-            process.connection.shut_down()  # tells its processes that the bytes are released
+            process.connection.shut_down()  # reports the release of the bytes
         for user in self.users if engine.is_direct else ():
             await user.quiesce(engine)
         for process in engine.processes:

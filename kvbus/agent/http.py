@@ -126,7 +126,7 @@ class AgentPages:
             status = HTTPStatus.BAD_REQUEST if is_wrong else HTTPStatus.SERVICE_UNAVAILABLE
         except Exception:  # the response reports the failure, the log its cause
             log.exception("http.failed", path=path)
-            text, status = "failed; the log says why", HTTPStatus.INTERNAL_SERVER_ERROR
+            text, status = "failed; the log has the reason", HTTPStatus.INTERNAL_SERVER_ERROR
         return _text(text, status)
 
     def _page(self, path: str, query: Mapping[str, str], accept: str) -> Page:
@@ -243,14 +243,14 @@ class _Request(BaseHTTPRequestHandler):
         token = self.server.token
         if token and not hmac.compare_digest(self._shown_token().encode(), token.encode()):
             return _text(
-                "this port asks for its token (http_token_file): as 'Authorization: Bearer TOKEN', "
+                "this port requires its token (http_token_file): as 'Authorization: Bearer TOKEN', "
                 "or as the password of any user",
                 HTTPStatus.UNAUTHORIZED,
             )
         host = _HOST.fullmatch(self.headers.get("Host", ""))
         if not token and self.server.is_local and (host is None or not is_loopback(host[1])):
             return _text(
-                "ask by the address of this machine, such as 127.0.0.1, or localhost: other names "
+                "use the address of this machine, such as 127.0.0.1, or localhost: other names "
                 "need a token (http_token_file)",
                 HTTPStatus.FORBIDDEN,
             )

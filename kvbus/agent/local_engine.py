@@ -149,7 +149,7 @@ class LocalEngine:
         for other in self.remote_ranks:
             if number in other.ranks:
                 raise self._refusal(
-                    f"its control session said that rank {number} is at {other.endpoint}", "rank"
+                    f"its control session listed rank {number} at {other.endpoint}", "rank"
                 )
         self._check_whole(memory.rank)
         if rank_secret is not None:

@@ -67,4 +67,4 @@ def failure(error: Exception) -> KVBusError:
     if isinstance(error, KVBusError):
         return error
     log.error("step.failed", exc_info=error)
-    return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")
+    return KVBusError(f"internal error: {type(error).__name__}; the agent's log has the details")

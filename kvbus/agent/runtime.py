@@ -294,7 +294,7 @@ class Runtime:
                 agent.tasks.start_soon(agent.staging.check)
                 agent.engines.check_memory()
             if agent.data.is_open:
-                agent.tasks.start_soon(agent.data_plane.look_at_next)
+                agent.tasks.start_soon(agent.data_plane.check_until_done)
         elif not agent.data.is_closing:
             agent.processes.note_end()
             write = log.warning if agent.data.was_replaced else log.error
@@ -314,13 +314,13 @@ class Runtime:
 
     def _take_requests(self) -> None:
         def reply(request: Status, call: Call) -> None:
-            told = self.report.status(request)
+            status = self.report.status(request)
             if not request.faults:
-                call.reply(told)
+                call.reply(status)
             elif (live := self.report.live()).done():
-                call.reply(structs.replace(told, faults=live.result().status.faults))
+                call.reply(structs.replace(status, faults=live.result().status.faults))
             else:
-                self.agent.tasks.start_soon(self._reply_with_faults, told, live, call)
+                self.agent.tasks.start_soon(self._reply_with_faults, status, live, call)
 
         def reply_to_peer(request: Status, call: Call) -> None:
             if self.sockets.peers.knows(call):
@@ -347,9 +347,9 @@ class Runtime:
             gate=self.agent.access.gate,
         )
 
-    async def _reply_with_faults(self, told: AgentStatus, made: Future[Live], call: Call) -> None:
+    async def _reply_with_faults(self, status: AgentStatus, made: Future[Live], call: Call) -> None:
         live = await asyncio.shield(asyncio.wrap_future(made))
-        call.reply(structs.replace(told, faults=live.status.faults))
+        call.reply(structs.replace(status, faults=live.status.faults))
 
     def _end_sessions(self, lost: frozenset[str]) -> None:
         """End the sessions of keys that lost a role; all subscribers must reconnect."""

@@ -54,12 +54,12 @@ def kinds_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in kind.__struct_fields__}
 
 
-def in_words(error: msgspec.ValidationError, value: object, hint: Any) -> str:
+def describe_error(error: msgspec.ValidationError, value: object, hint: Any) -> str:
     reason = field_and_reason(error)[1]
     if reason.startswith("cannot be"):
         return f"{value!r}: expected one of {', '.join(map(str, get_args(_bare(hint))))}"
     if reason.startswith("must match"):
-        return f"{value!r}: expected {_words_of(hint)}"
+        return f"{value!r}: expected {_expected_by(hint)}"
     return reason
 
 
@@ -103,10 +103,10 @@ def _no_such_key(
     return ConfigError(f"{problem}; {meant}", key=key)
 
 
-def _words_of(hint: Any) -> str:
+def _expected_by(hint: Any) -> str:
     inner = get_args(hint)
-    own = (one.extra["words"] for one in inner if isinstance(one, msgspec.Meta) and one.extra)
-    return next(own, "") or next(filter(None, map(_words_of, inner)), "")
+    own = (one.extra["expected"] for one in inner if isinstance(one, msgspec.Meta) and one.extra)
+    return next(own, "") or next(filter(None, map(_expected_by, inner)), "")
 
 
 def _bare(hint: Any) -> Any:
@@ -120,5 +120,5 @@ def _typed(text: str, hint: Any, key: str, origin: str) -> Any:
     try:
         return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))
     except msgspec.ValidationError as error:
-        reason = in_words(error, value, hint)
+        reason = describe_error(error, value, hint)
         raise ConfigError(f"{origin}: key '{key}': {reason}", key=key) from error

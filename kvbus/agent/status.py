@@ -28,7 +28,7 @@ ADVICE = {
     "timeout": "See to the lag and the log of the prefill agent; where no bytes come at all, run "
     "kvbus doctor --peer here.",
     "peer_lost": "The prefill agent was lost until the deadline: see that it runs.",
-    "engine_not_ready": "The prefill engine did not come back to its agent: see that it runs.",
+    "engine_not_ready": "The prefill engine did not reconnect to its agent: see that it runs.",
     "engine_lost": "The prefill engine died or left: route these requests again.",
     "transfer_failed": "See to the network of data_interfaces and to UCX: kvbus doctor --peer.",
     "digest_mismatch": "Bytes were changed on the way: test the memory and the NICs of both sides.",
@@ -112,7 +112,7 @@ class StatusReporter:
             faults.append(Fault("the agent is draining, and ends soon", "Use another one."))
         if not data.is_running:
             what = f"the data process does not run: {data.problem}"
-            do = "The agent starts it again, after up to 10 s. Its log and the kernel's say more."
+            do = "The agent starts it again, after up to 10 s. See its log and the kernel's."
             faults.append(Fault(what, do))
         elif data.nixl_error is not None and not is_one_machine(self.config):
             what = f"NIXL does not start: {data.nixl_error.message}"
@@ -129,7 +129,7 @@ class StatusReporter:
             faults.append(Fault(what, "See to the cable or the interface."))
         engines = self.agent.engines.engines.values()
         if self.config.ready_needs_engine and not any(engine.ready for engine in engines):
-            do = "Start one; the agent's log says who was refused."
+            do = "Start one; the agent's log lists the refused ones."
             faults.append(Fault("no engine is attached", do))
         return faults
 
@@ -205,7 +205,7 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
     if blocks := metrics.get("kvbus_quarantined_blocks"):
         yield Fault(
             f"{blocks:.0f} blocks are withheld, as a transfer can still write into them",
-            "An agent is stopped or cut off: let it go on, or end it. Without that they come back "
+            "An agent is stopped or cut off: resume it, or kill it. Otherwise they are released "
             "after quarantine_timeout_s.",
         )
     ago_s = wall_s - metrics.get("kvbus_data_end_timestamp_seconds", 0.0)
@@ -214,9 +214,9 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
         reasons = [one.last_end for one in live.status.processes if one.last_end]
         yield Fault(
             f"the data process has ended, last {_age(ago_s)} ago ({times:.0f} times since the "
-            f"start): {', '.join(reasons) or 'the log says why'}",
-            "Requests went on. If it ends again and again: the agent's log and the kernel's say "
-            "why; see to the network of data_interfaces, and to memory.",
+            f"start): {', '.join(reasons) or 'the log has the reason'}",
+            "Requests continued. If it ends repeatedly, the agent's log and the kernel's have the "
+            "reason; check the network of data_interfaces, and memory.",
         )
     yield from _failures([spans[0] for spans in live.recent if spans], live.now_s)
 

@@ -26,7 +26,7 @@ from kvbus.lab.lab_engine import Engine
 from kvbus.lab.process import TimedFetch, run_program, serve
 from kvbus.memory.segment import huge_bytes
 from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan
-from kvbus.spec_text import ModelWords, read_words
+from kvbus.spec_text import ModelFields, read_fields
 
 Blocks = npt.NDArray[np.int64]
 Ticket = Mapping[str, Any]
@@ -37,7 +37,7 @@ GROUP = "attention"
 NUM_PARTS, DTYPE_BYTES = 2, 2
 
 
-class Shape(ModelWords, kw_only=True):
+class Shape(ModelFields, kw_only=True):
     @property
     def token_bytes(self) -> int:
         return self.layers * NUM_PARTS * self.kv_heads * self.head * DTYPE_BYTES
@@ -48,7 +48,7 @@ class Shape(ModelWords, kw_only=True):
 
 
 def _shape(text: str) -> Shape:
-    return read_words("shape", f"{text} head=128", Shape)
+    return read_fields("shape", f"{text} head=128", Shape)
 
 
 BIG = _shape("layers=4 kv_heads=8 cross_layer=true")

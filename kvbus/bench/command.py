@@ -91,7 +91,7 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
     """Fetch what bench-prefill offers, by the lines on stdin; compare bytes, and show speeds.
 
     Exit status 0: all handoffs were read, and every byte of the first of each case is equal. The
-    last line of the figures says `ok` then.
+    last line of the figures is `ok` then.
     """
 
     def fetch(sheet: Sheet) -> None:

@@ -147,9 +147,9 @@ class Bench:
 
     async def source(self, shape: Shape, num_blocks: int) -> BenchSource:
         source = BenchSource(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
-        ask = partial(self.engines.request, type(None), name=source.name)
-        await ask("open", shape=shape, num_blocks=num_blocks)
-        self.opened.push_async_callback(ask, "close")
+        send = partial(self.engines.request, type(None), name=source.name)
+        await send("open", shape=shape, num_blocks=num_blocks)
+        self.opened.push_async_callback(send, "close")
         return source
 
     async def pair(

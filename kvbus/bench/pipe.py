@@ -55,10 +55,10 @@ async def read(kind: type[M]) -> AsyncIterator[M]:
             line = await anext(lines, b"")
         if waiting.cancelled_caught:
             raise RequestTimeout(
-                f"no line came for {NEXT_WITHIN_S:g} s: look at {WRITER}, and at its agent"
+                f"no line came for {NEXT_WITHIN_S:g} s: check {WRITER} and its agent"
             )
         if not line:
-            raise PeerLost(f"stdin ended before the last handoff: look at the error of {WRITER}")
+            raise PeerLost(f"stdin ended before the last handoff: see the error of {WRITER}")
         try:
             message = msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
@@ -70,7 +70,7 @@ async def read(kind: type[M]) -> AsyncIterator[M]:
 
 
 def _reader_gone() -> PeerLost:
-    return PeerLost(f"nobody reads the lines any more: look at the error of {READER}")
+    return PeerLost(f"the lines have no reader any more: see the error of {READER}")
 
 
 async def _lines(fd: int) -> AsyncIterator[bytes]:

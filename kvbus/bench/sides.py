@@ -35,7 +35,7 @@ from kvbus.output import waiting_for
 
 MIB = 1 << 20
 READ_WITHIN_S = 60.0
-SEE_DECODE = f"look at the error of {pipe.READER}"
+SEE_DECODE = f"see the error of {pipe.READER}"
 SHOWN_SHARE = 0.05
 
 

@@ -102,7 +102,11 @@ class PendingCalls:
             if (permits := self._permits.get(call.op)) is not None:
                 lost = permits.acquire(call.session.tenant, call)
         if lost is not None:
-            lost.end(KVBusError("others ask who have fewer in progress", code=ErrorCode.BUSY))
+            lost.end(
+                KVBusError(
+                    "displaced by a tenant with fewer requests in progress", code=ErrorCode.BUSY
+                )
+            )
         own[call.request_id] = call
         self._number += 1
         return lost is not None

@@ -293,7 +293,7 @@ class RequestClient(WatchedConnection):
 
     def _on_boot(self, boot: str, before: str | None) -> None:
         if before is not None:
-            self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
+            self._fail_all(PeerLost("the peer restarted", endpoint=self.endpoint))
         self._call_user(self._report_boot, boot)
 
     def _on_moved(self) -> None:

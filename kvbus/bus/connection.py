@@ -68,7 +68,7 @@ class WatchedConnection(SocketActor):
         self._address = endpoint if is_numeric(endpoint) else ""
         self._earlier: deque[str] = deque(maxlen=MAX_EARLIER_BOOTS)
         self._naming: asyncio.Task[None] | None = None
-        self._must_look_up, self._looked_up = asyncio.Event(), asyncio.Event()
+        self._lookup_due, self._lookup_done = asyncio.Event(), asyncio.Event()
         self._name_problem, self._left = "", ""
         self._retry_s = RETRY_S
         self._lost_at: float | None = None
@@ -118,7 +118,7 @@ class WatchedConnection(SocketActor):
         if self._is_made:
             return ""
         if not self._address:
-            return self._name_problem or "the name server has not told its address"
+            return self._name_problem or "the name server has not returned its address yet"
         return "there is no connection" + (f", and {self._name_problem}" * bool(self._name_problem))
 
     @property
@@ -131,13 +131,13 @@ class WatchedConnection(SocketActor):
 
     def resolve_again(self) -> None:
         """Resolve the name: another agent may have its address by now."""
-        self._must_look_up.set()
+        self._lookup_due.set()
 
     async def has_moved(self, known: str) -> bool:
         if self._naming is not None and self._address == known:
-            looked_up = self._looked_up
+            lookup_done = self._lookup_done
             self.resolve_again()
-            await looked_up.wait()
+            await lookup_done.wait()
         return self._address != known
 
     def _note_boot(self, boot: str) -> bool:
@@ -164,7 +164,7 @@ class WatchedConnection(SocketActor):
         self._end_probe()
         if self._naming is not None:
             self._naming.cancel()
-        self._looked_up.set()
+        self._lookup_done.set()
         if self._monitor is not None:
             with contextlib.suppress(zmq.ZMQError):  # connecting to an invalid endpoint closed it
                 self._socket.disable_monitor()
@@ -182,7 +182,7 @@ class WatchedConnection(SocketActor):
         try:
             period_s = NAME_PERIOD_S
             while not self.closed:
-                self._must_look_up.clear()
+                self._lookup_due.clear()
                 try:
                     await self._find_address()
                     self._name_problem, period_s = "", NAME_PERIOD_S
@@ -191,8 +191,8 @@ class WatchedConnection(SocketActor):
                     period_s = min(2 * period_s, MAX_NAME_PERIOD_S)
                     if not self._address or error.code is ErrorCode.FORBIDDEN:
                         self._on_error(error)
-                looked_up, self._looked_up = self._looked_up, asyncio.Event()
-                looked_up.set()
+                lookup_done, self._lookup_done = self._lookup_done, asyncio.Event()
+                lookup_done.set()
                 await asyncio.sleep(RETRY_S)
                 await self._name_is_due(period_s)
         except Exception as error:  # a kvbus bug: it must fail the owner
@@ -201,18 +201,18 @@ class WatchedConnection(SocketActor):
     async def _name_is_due(self, period_s: float) -> None:
         loop = asyncio.get_running_loop()
         began_at = now = loop.time()
-        while not self._must_look_up.is_set():
+        while not self._lookup_due.is_set():
             due_at = began_at + period_s
             if self._is_made:
                 due_at = max(began_at, self.received_at) + MAX_NAME_PERIOD_S
             if due_at <= now:
                 return
             with anyio.move_on_after(due_at - now):
-                await self._must_look_up.wait()
+                await self._lookup_due.wait()
             now = loop.time()
 
     async def _find_address(self) -> None:
-        found, port = await _look_up(host_of(self.endpoint)), self.endpoint.rpartition(":")[2]
+        found, port = await _resolve(host_of(self.endpoint)), self.endpoint.rpartition(":")[2]
         addresses = [f"tcp://{one}:{port}" for one in found]
         if self._address in addresses:
             return
@@ -254,8 +254,8 @@ class WatchedConnection(SocketActor):
             self._on_error(self.refusal)
 
     # A refusal by the peer's kernel proves that no process listens there. A peer that does not
-    # respond may be cut off, and one that closes at once may be a proxy. ZeroMQ does not tell these
-    # cases apart, so a probe does.
+    # respond may be cut off, and one that closes at once may be a proxy. ZeroMQ reports these
+    # cases alike, so a probe separates them.
     def _probe_listener(self, *, lost_s: float) -> None:
         if self._end_probe() and lost_s >= GONE_S:
             self._lost_at, self.is_gone = None, True
@@ -287,12 +287,12 @@ class WatchedConnection(SocketActor):
         has_keys = self._options.curve is not None
         problem = {
             _Event.REFUSED: "refused our key: it is not among its authorized keys, or not "
-            "with the role that this socket asks for (kvbus keys trust)",
+            "with the role that this socket requires (kvbus keys trust)",
             _Event.MISMATCHED: "uses no keys, but we were given its server key"
             if has_keys
-            else "uses keys: ask it with a key of our own and its server key",
-            _Event.HANDSHAKE_DROPPED: "hangs up on our handshake: it has another server key than "
-            "the one that we know, or it has no room for us",
+            else "uses keys: give a key of our own and its server key",
+            _Event.HANDSHAKE_DROPPED: "closes our handshake: it has another server key than the "
+            "one that we know, or it is full",
         }[event]
         code = ErrorCode.FORBIDDEN if event in _FINAL else ErrorCode.PEER_UNREACHABLE
         return RemoteError(
@@ -308,7 +308,7 @@ MAX_LOOKUPS = 32
 _places = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
-def look_up_all(host: str) -> list[str]:
+def resolve_all(host: str) -> list[str]:
     """Block, and return endpoint notation. Raises `OSError` or `UnicodeError`."""
     found = tcp.getaddrinfo(host.strip("[]"), None, type=tcp.SOCK_STREAM)
     texts = (
@@ -318,14 +318,14 @@ def look_up_all(host: str) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-async def look_up(host: str) -> str:
+async def resolve(host: str) -> str:
     """Raise `RemoteError` within `ANSWER_WITHIN_S`."""
-    return (await _look_up(host))[0]
+    return (await _resolve(host))[0]
 
 
-async def _look_up(host: str) -> list[str]:
+async def _resolve(host: str) -> list[str]:
     try:
-        found = asyncio.wrap_future(_begin_to_look_up(host))
+        found = asyncio.wrap_future(_start_lookup(host))
         return await asyncio.wait_for(found, ANSWER_WITHIN_S)
     except TimeoutError:
         reason = f"no answer within {ANSWER_WITHIN_S:g} s"
@@ -340,15 +340,15 @@ async def _look_up(host: str) -> list[str]:
 
 # A lookup cannot be cancelled. Its thread is a daemon, so a slow name server never delays process
 # exit.
-def _begin_to_look_up(host: str) -> concurrent.futures.Future[list[str]]:
+def _start_lookup(host: str) -> concurrent.futures.Future[list[str]]:
     if not _places.acquire(blocking=False):
-        raise OSError(f"{MAX_LOOKUPS} other names are being looked up")
+        raise OSError(f"{MAX_LOOKUPS} other names are being resolved")
     answer = concurrent.futures.Future[list[str]]()
     answer.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
 
     def run() -> None:
         try:
-            answer.set_result(look_up_all(host))
+            answer.set_result(resolve_all(host))
         except (OSError, UnicodeError) as error:
             answer.set_exception(error)
         finally:

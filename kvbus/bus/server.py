@@ -233,7 +233,7 @@ class RequestServer(SocketActor):
 
     def _fault(self, error: Exception, call: Call) -> None:
         if not call.answered:
-            call.refuse(KVBusError(f"request '{call.op}' failed inside"))
+            call.refuse(KVBusError(f"request '{call.op}' failed: internal error"))
         if self._on_fault is None:
             self._fail(error)
         else:

@@ -74,14 +74,14 @@ def conform(
             on_scene=lambda name: wait_for(f"the scene {name}"),
         )
     if as_one_json:
-        told = {
+        report = {
             "kvbus": version("kvbus"),
             "role": role.value,
             "sentence": sentence_of(outcomes),
             "exit_status": exit_status_of(outcomes),
             "rules": [msgspec.structs.asdict(outcome) for outcome in outcomes],
         }
-        write_json(told)
+        write_json(report)
     else:
         write_text(report_of(outcomes))
     raise typer.Exit(exit_status_of(outcomes))
@@ -113,7 +113,7 @@ def report_of(outcomes: Sequence[RuleOutcome]) -> str:
             lines += [*([""] if lines else []), f"failed {one.name}: {one.rule}"]
             lines.append(f"  page  {one.page}")
             lines += [f"  seen  {seen}" for seen in one.seen]
-            lines += [f"  times {one.num_wrong} of {one.num_checks} looks"]
+            lines += [f"  times {one.num_wrong} of {one.num_checks} checks"]
     return "".join(f"{printable(line)}\n" for line in (*lines, "", sentence_of(outcomes)))
 
 

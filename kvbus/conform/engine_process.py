@@ -43,7 +43,7 @@ class EngineCommand:
     def stop(self, within_s: float = END_S) -> int | None:
         if self._child is None:
             return None
-        self.hush()
+        self.request_end()
         output, deadline = _pipe(self._child.process.stdout), time.monotonic() + within_s
         while (left_s := deadline - time.monotonic()) > 0:
             ready, _, _ = select.select([output], [], [], left_s)
@@ -53,18 +53,18 @@ class EngineCommand:
         self._child = None
         return status
 
-    def hush(self) -> None:
+    def request_end(self) -> None:
         if self._child is not None:
             self._child.request_end()
 
     def fileno(self) -> int | None:
         return None if self._child is None else _pipe(self._child.process.stdout).fileno()
 
-    def say(self, *words: object) -> None:
+    def send_line(self, *fields: object) -> None:
         if self._child is not None:
             stdin = _pipe(self._child.process.stdin)
             with suppress(BrokenPipeError):
-                stdin.write(f"{' '.join(map(str, words))}\n".encode())
+                stdin.write(f"{' '.join(map(str, fields))}\n".encode())
                 stdin.flush()
 
     def on_readable(self) -> bool:
@@ -80,10 +80,10 @@ class EngineCommand:
         self._lines += [line.decode(errors="replace").split(" ", 2) for line in whole]
         return bool(chunk)
 
-    def told(self, word: str, name: int) -> list[str]:
-        return [" ".join(line[2:]).strip() for line in self._lines if line[:2] == [word, str(name)]]
+    def reported(self, kind: str, name: int) -> list[str]:
+        return [" ".join(line[2:]).strip() for line in self._lines if line[:2] == [kind, str(name)]]
 
-    def last_words(self) -> str:
+    def silence_reason(self) -> str:
         return (
             "it was not started" if self._child is None else self._child.lost("is silent").message
         )

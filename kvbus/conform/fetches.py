@@ -30,7 +30,7 @@ WRONG_BY = 89
 
 
 class FetchStage(EngineStage):
-    op, over_word, rules = StartFetch.op, "fetched", DECODE
+    op, end_line, rules = StartFetch.op, "fetched", DECODE
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
         super().__init__(agent, patience_s, start_s)
@@ -39,9 +39,9 @@ class FetchStage(EngineStage):
         self._lost: list[tuple[str, Job]] = []
         agent.answering |= {StartFetch.op: self._on_fetch, CancelFetch.op: self._on_cancel}
 
-    def say(self, job: Job) -> None:
+    def send(self, job: Job) -> None:
         ticket = json.dumps(ticket_of(job))
-        self.engine.say("fetch", job.name, job.first_token, job.num_tokens, ticket)
+        self.engine.send_line("fetch", job.name, job.first_token, job.num_tokens, ticket)
 
     def name_of(self, body: Message | None) -> str:
         return str(body.ticket.get("request_id")) if isinstance(body, StartFetch) else ""
@@ -51,9 +51,9 @@ class FetchStage(EngineStage):
         self.end(job, Outcome.COMPLETED)
 
     def check_reported(self, job: Job) -> bool:
-        told = self.reported_over(job)[:1]
-        seen = f"request {job.name}: {told} instead of `completed 0`"
-        return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
+        ends = self.reported_over(job)[:1]
+        seen = f"request {job.name}: {ends} instead of `completed 0`"
+        return self.book.expect("fetch.numbers", ends == ["completed 0"], seen)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         super().lose(job, same_memory=same_memory)
@@ -111,11 +111,11 @@ class FetchStage(EngineStage):
             seen = f"request {job.name}, written over: {wrong}"
             self.book.expect("fetch.blocks", not wrong, seen)
 
-    def told(self, job: Job, rule: str, word: str) -> None:
+    def expect_outcome(self, job: Job, rule: str, outcome: Outcome) -> None:
         self.wait(lambda: self.reported_over(job))
-        told = self.reported_over(job)
-        right = len(told) == 1 and told[0].startswith(word)
-        self.book.expect(rule, right, f"request {job.name}: {told} instead of `{word}`")
+        ends = self.reported_over(job)
+        right = len(ends) == 1 and ends[0].startswith(outcome)
+        self.book.expect(rule, right, f"request {job.name}: {ends} instead of `{outcome}`")
 
     def _write(self, job: Job, name: int) -> None:
         for place, table, start, stop in self._covered(job):
@@ -209,15 +209,15 @@ def counts(stage: FetchStage) -> None:
     early = f"`fetched {job.name}` before the answer came"
     stage.book.expect("fetch.completed", not stage.reported_over(job), early)
     ended = stage.end_well(job) and stage.reported_over(job)[0] == "completed 0"
-    stage.book.expect("fetch.completed", ended, f"told was {stage.reported_over(job)}")
+    stage.book.expect("fetch.completed", ended, f"the engine reported {stage.reported_over(job)}")
     spoilt = stage.taken(stage.begin(stage.block_size))
     stage.land(spoilt)
     wrong = f"completed {stage.spoil(spoilt)}"
     stage.end(spoilt, Outcome.COMPLETED)
     stage.wait(lambda: stage.reported_over(spoilt))
-    told = stage.reported_over(spoilt)
-    seen = f"told was {told} where `{wrong}` is right: the engine does not read its memory"
-    stage.book.expect("fetch.numbers", told == [wrong], seen)
+    reported = stage.reported_over(spoilt)
+    seen = f"the engine reported {reported}, not `{wrong}`: it does not read its memory"
+    stage.book.expect("fetch.numbers", reported == [wrong], seen)
 
 
 def failed(stage: FetchStage) -> None:
@@ -225,7 +225,7 @@ def failed(stage: FetchStage) -> None:
         job = stage.taken(stage.begin(NUM_TOKENS))
         stage.land(job)
         stage.end(job, Outcome.FAILED, code=code)
-        stage.told(job, "fetch.failed", "failed")
+        stage.expect_outcome(job, "fetch.failed", Outcome.FAILED)
 
 
 def blocks(stage: FetchStage) -> None:
@@ -233,12 +233,12 @@ def blocks(stage: FetchStage) -> None:
     job, cancelled = stage.begin(NUM_TOKENS), stage.begin(NUM_TOKENS)
     stage.taken(job, cancelled)
     stage.end(job, Outcome.FAILED, blocks_free=False, code="timeout")
-    stage.told(job, "fetch.failed", "failed")
-    stage.engine.say("cancel", cancelled.name)
+    stage.expect_outcome(job, "fetch.failed", Outcome.FAILED)
+    stage.engine.send_line("cancel", cancelled.name)
     is_cancelled = stage.wait(lambda: cancelled.handoff_id in stage.cancelled)
     stage.book.expect("fetch.cancel", is_cancelled, f"no `cancel` for request {cancelled.name}")
     stage.end(cancelled, Outcome.CANCELLED, blocks_free=False, code="cancelled")
-    stage.told(cancelled, "fetch.cancel", "cancelled")
+    stage.expect_outcome(cancelled, "fetch.cancel", Outcome.CANCELLED)
     stage.use_all_blocks("fetch.blocks")
     stage.free(job)
     stage.free(cancelled)

@@ -24,7 +24,7 @@ from kvbus.protocol.message import Message
 
 
 class OfferStage(EngineStage):
-    op, over_word, rules = MakeOffer.op, "released", PREFILL
+    op, end_line, rules = MakeOffer.op, "released", PREFILL
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
         super().__init__(agent, patience_s, start_s)
@@ -36,8 +36,8 @@ class OfferStage(EngineStage):
             Republished.op: lambda *_: OK,
         }
 
-    def say(self, job: Job) -> None:
-        self.engine.say("offer", job.name, *job.counts)
+    def send(self, job: Job) -> None:
+        self.engine.send_line("offer", job.name, *job.counts)
 
     def name_of(self, body: Message | None) -> str:
         return body.request_id if isinstance(body, MakeOffer) else ""
@@ -46,9 +46,9 @@ class OfferStage(EngineStage):
         self.release(job, Outcome.COMPLETED)
 
     def check_reported(self, job: Job) -> bool:
-        told, tickets = self.reported_over(job), self.engine.told("ticket", job.name)
-        seen = f"request {job.name}: {told} instead of how it ended"
-        ended = self.book.expect("offer.answered", bool(told) and told[0] in set(Outcome), seen)
+        ends, tickets = self.reported_over(job), self.engine.reported("ticket", job.name)
+        seen = f"request {job.name}: {ends} instead of its outcome"
+        ended = self.book.expect("offer.answered", bool(ends) and ends[0] in set(Outcome), seen)
         times = f"`ticket {job.name}` {len(tickets)} times"
         once = self.book.expect("offer.ticket", len(tickets) == 1, times)
         return ended and once and self._is_right(job, tickets[0])
@@ -62,17 +62,17 @@ class OfferStage(EngineStage):
         body = Released(offer_id=job.handoff_id, request_id=str(job.name), outcome=outcome)
         self.agent.notify(Released.op, body)
 
-    def _is_right(self, job: Job, told: str) -> bool:
+    def _is_right(self, job: Job, ticket: str) -> bool:
         try:
-            given = json.loads(told)
+            given = json.loads(ticket)
         except ValueError as error:
             return self.book.expect("offer.ticket", False, f"it is no JSON: {error}")
-        differs = f"of request {job.name} came {told[:200]}"
+        differs = f"of request {job.name} came {ticket[:200]}"
         return self.book.expect("offer.ticket", given == ticket_of(job), differs)
 
     def _on_offer(self, request: EngineRequest, body: MakeOffer) -> Answer:
         job = self.jobs.get(int(body.request_id) if body.request_id.isdigit() else 0)
-        named = f"request_id is {body.request_id!r}, which was not told"
+        named = f"request_id is {body.request_id!r}, which no line named"
         if not self.book.expect("offer.answered", job is not None, named) or job is None:
             return refusal("invalid", named)
         if body.left_s is not None:
@@ -80,7 +80,7 @@ class OfferStage(EngineStage):
         job.tables, job.rights = dict(body.tables), (body.offer_id, body.secret)
         job.handoff_id = body.offer_id or f"offer-{job.name}"
         problem = self._tables_problem(job, body.num_tokens, sealed=body.sealed)
-        wanted = f"request {job.name}: {body.num_tokens} tokens where {job.counts} were told"
+        wanted = f"request {job.name}: {body.num_tokens} tokens, the line has {job.counts}"
         self.book.expect("offer.tables", body.num_tokens in job.counts, wanted)
         if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
@@ -235,8 +235,8 @@ def blocks(stage: OfferStage) -> None:
     block, before = stage.block_size, len(stage.agent.log)
     first, *others = stage.begin(block + 1), stage.begin(block), stage.begin(2 * block)
     stage.taken(first, *others)
-    stage.wait(lambda: stage.engine.told("ticket", first.name))
-    stage.engine.say("withdraw", first.name)
+    stage.wait(lambda: stage.engine.reported("ticket", first.name))
+    stage.engine.send_line("withdraw", first.name)
     withdrawn = stage.wait(lambda: stage.agent.requests_of(WithdrawOffer.op, before))
     stage.book.expect("offer.answered", withdrawn, f"no `withdraw` for request {first.name}")
     stage.use_all_blocks("offer.reused")

@@ -178,7 +178,7 @@ class PlayedAgent:
             self.reply(request, answer)
 
     def refuse(self, request: EngineRequest, code: str, **detail: str | int | float) -> None:
-        self.reply(request, refusal(code, f"kvbus conform says {code}", **detail))
+        self.reply(request, refusal(code, f"kvbus conform refuses with {code}", **detail))
 
     def reply(self, request: EngineRequest, answer: Answer) -> None:
         request.taken = True
@@ -266,7 +266,7 @@ class PlayedAgent:
         if isinstance(message, Hello):
             return self._on_hello(session, message)
         if not self.book.expect("attach.hello", bool(session.boot), f"{op!r} before hello"):
-            raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
+            raise LocalError("send hello first", code=ErrorCode.NOT_REGISTERED)
         if isinstance(message, PassSegment):
             return self._on_segment(session, message, fds)
         if isinstance(message, PassCuda):
@@ -290,7 +290,7 @@ class PlayedAgent:
         session.boot = hello.boot
         inherited = session.is_inherited()
         if inherited is None:
-            self.book.untried("attach.inheritance", "the process's files cannot be looked at")
+            self.book.untried("attach.inheritance", "the process's descriptors cannot be read")
         else:
             self.book.expect("attach.inheritance", not inherited, "it is open across an exec")
         return {
@@ -313,7 +313,7 @@ class PlayedAgent:
             raise LocalError(alone, code=ErrorCode.SEGMENT)
         status = os.fstat(fds[0])
         size = status.st_size
-        differs = f"segment {name!r} has {size:,} bytes, `segment` says {passed.size_bytes:,}"
+        differs = f"segment {name!r} has {size:,} bytes, `segment` states {passed.size_bytes:,}"
         if not self.book.expect("attach.size", size == passed.size_bytes, differs):
             raise LocalError(differs, code=ErrorCode.SEGMENT)
         mapped = mmap.mmap(fds[0], size)
@@ -398,9 +398,9 @@ class PlayedAgent:
     def _check_secret(self, session: EngineSession, secret: str) -> None:
         if session.secret is None:
             shared = [one for one in self.sessions if secret and one.secret == secret]
-            told = secret in {session.boot, self.boot}
+            is_public = secret in {session.boot, self.boot}
             seen = "it is that of another session, or a boot id"
-            self.book.expect("frames.secret", not shared and not told, seen)
+            self.book.expect("frames.secret", not shared and not is_public, seen)
             session.secret = secret
         changed = "a session that has one secret sends another, or none"
         self.book.expect("frames.secret", secret == session.secret, changed)

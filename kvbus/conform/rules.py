@@ -28,7 +28,7 @@ BOTH = (
     Rule("attach.hello", "hello", "`hello` comes first, once, and speaks this version."),
     Rule("attach.boot", "boot-ids", "Each connection has a boot id of its own, never used again."),
     Rule("attach.messages", "attach-socket", "Messages have the fields and types of the page."),
-    Rule("attach.size", "segment", "The file has the size that `segment` says."),
+    Rule("attach.size", "segment", "The file has the size that `segment` states."),
     Rule("attach.seals", "attach-socket", "The file is sealed against growing and shrinking."),
     Rule("attach.inheritance", "attach-socket", "No child process inherits the connection."),
     Rule("frames.one", "frames", "A message is one frame, without a delimiter."),
@@ -45,29 +45,35 @@ BOTH = (
     Rule("requests.order", "requests-and-replies", "Answers may come in another order."),
     Rule("requests.unknown_field", "versions", "Unknown fields are ignored."),
     Rule("requests.unknown_code", "errors", "An unknown code is an error like others."),
-    Rule("requests.busy", "when-an-agent-is-busy", "After `busy` it is asked again, not at once."),
+    Rule(
+        "requests.busy",
+        "when-an-agent-is-busy",
+        "After `busy` the request is sent again, but not at once.",
+    ),
     Rule("requests.ping", "boot-ids", "A silent agent is pinged."),
     Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),
     Rule("register.sessions", "register", "All ranks and one control session register."),
     Rule("register.same_engine", "register", "Every session states the same engine."),
     Rule("register.memory", "memory", "Regions lie in their segments, and do not overlap."),
-    Rule("ends.silence", "requests-and-replies", "A stopped agent that goes on is gone on with."),
+    Rule("ends.silence", "requests-and-replies", "Requests continue when a stopped agent resumes."),
     Rule(
         "ends.hang_up",
         "when-the-attach-connection-ends",
-        "After a lost connection it comes back with new boot ids.",
+        "After a lost connection the engine registers again with new boot ids.",
     ),
     Rule("ends.new_agent", "boot-ids", "It registers again with an agent that was restarted."),
     Rule(
         "ends.told",
         "when-the-attach-connection-ends",
-        "What a lost agent had ends, or is repeated with the next agent.",
+        "Offers and fetches of a lost agent end, or are repeated with the next one.",
     ),
-    Rule("ends.stop", "attach-socket", "It ends when it is told to, with exit status 0."),
+    Rule("ends.stop", "attach-socket", "At the end of its stdin the engine exits with status 0."),
 )
 PREFILL = (
     Rule("offer.tables", "block-tables", "An offer has the blocks of all of its tokens."),
-    Rule("offer.numbers", "memory", "The KV lies where the regions say, before it is announced."),
+    Rule(
+        "offer.numbers", "memory", "The KV lies where the regions place it, before it is announced."
+    ),
     Rule("offer.extend", "extend", "`extend` has only new blocks, and none where none are new."),
     Rule("offer.sealed", "seal", "An open offer is sealed after its last tokens."),
     Rule("offer.unchanged", "offer", "Offered blocks stay as they are until `released`."),
@@ -77,20 +83,20 @@ PREFILL = (
     ),
     Rule("offer.again", "publish-again", "What is published again is the same offer, as a whole."),
     Rule("offer.ticket", "ticket", "The ticket is passed on unchanged, unknown fields too."),
-    Rule("offer.told", "released", "How an offer ended is told, and once."),
-    Rule("offer.answered", "offer", "Every request is offered, or its refusal is told."),
+    Rule("offer.told", "released", "The engine reports the end of an offer once."),
+    Rule("offer.answered", "offer", "Every request is offered, or its refusal is reported."),
 )
 DECODE = (
-    Rule("fetch.answered", "fetch", "Every request is fetched, or its refusal is told."),
+    Rule("fetch.answered", "fetch", "Every request is fetched, or its refusal is reported."),
     Rule("fetch.tables", "block-tables", "A fetch has exactly the blocks of its positions."),
     Rule("fetch.tokens", "fetch", "A fetch names the tokens that are wanted."),
     Rule("fetch.id", "fetch", "A fetch id is used once."),
     Rule("fetch.ticket", "ticket", "The ticket arrives unchanged, unknown fields too."),
-    Rule("fetch.numbers", "memory", "The KV is read where the regions say."),
+    Rule("fetch.numbers", "memory", "The KV is read where the regions place it."),
     Rule("fetch.completed", "fetch", "KV is used after `completed`, and not before."),
-    Rule("fetch.told", "fetch", "How a fetch ended is told, and once."),
-    Rule("fetch.failed", "fetch", "A fetch that failed is told as failed."),
-    Rule("fetch.cancel", "cancel", "A fetch that is given up is cancelled, and waited for."),
+    Rule("fetch.told", "fetch", "The engine reports the end of a fetch once."),
+    Rule("fetch.failed", "fetch", "A fetch that failed is reported as failed."),
+    Rule("fetch.cancel", "cancel", "An abandoned fetch is cancelled, and its end awaited."),
     Rule("fetch.blocks", "fetch", "Blocks are not used again before they are free."),
     Rule(
         "fetch.lost_blocks",
@@ -137,8 +143,8 @@ class Book:
             yield
         except ProtocolError as error:
             cause = str(error.__cause__ or "")
-            told = error.message if cause in error.message else f"{error.message}: {cause}"
-            self.expect(rule, False, told)
+            violation = error.message if cause in error.message else f"{error.message}: {cause}"
+            self.expect(rule, False, violation)
             raise
         self.expect(rule, True)
 
@@ -159,6 +165,6 @@ class Book:
         )
         seen = list(dict.fromkeys(violations))[:MAX_SEEN]
         if verdict is Verdict.UNTRIED:
-            seen = [self._untried.get(rule.name, "nothing of it was seen")]
+            seen = [self._untried.get(rule.name, "it was not observed")]
         page = f"{PAGE}#{rule.anchor}"
         return RuleOutcome(rule.name, verdict, page, rule.text, num_checks, len(violations), seen)

@@ -29,8 +29,8 @@ def late(stage: EngineStage) -> None:
     job, request = _held(stage)
     stage.agent.play(LATE_S)
     stage.agent.answer(request)
-    ended = stage.goes_on(job)
-    stage.book.expect("requests.late_answer", ended, f"request {job.name} did not go on")
+    ended = stage.completes(job)
+    stage.book.expect("requests.late_answer", ended, f"request {job.name} did not complete")
     _requested_once(stage, job)
 
 
@@ -43,26 +43,26 @@ def other_order(stage: EngineStage) -> None:
         stage.agent.refuse(one, "draining")
     for one in requests[:1]:
         stage.agent.answer(one)
-    ended = stage.goes_on(first)
-    seen = f"request {first.name} did not go on, whose answer had more fields"
+    ended = stage.completes(first)
+    seen = f"request {first.name} did not complete: its answer had unknown fields"
     stage.book.expect("requests.unknown_field", ended, seen)
     if len(requests) < 2:
         stage.book.untried("requests.order", "the engine has one request at a time")
-        stage.goes_on(second)
+        stage.completes(second)
         return
-    told = stage.wait(lambda: stage.engine.told("refused", second.name))
-    others = stage.engine.told("refused", first.name)
+    refused = stage.wait(lambda: stage.engine.reported("refused", second.name))
+    others = stage.engine.reported("refused", first.name)
     seen = "the answer to one of two requests was taken for that of the other"
-    stage.book.expect("requests.order", ended and told and not others, seen)
+    stage.book.expect("requests.order", ended and refused and not others, seen)
 
 
 def unknown_code(stage: EngineStage) -> None:
     job, request = _held(stage)
     stage.agent.refuse(request, "moon_phase", phase=0.25)
-    told = stage.wait(lambda: stage.engine.told("refused", job.name))
-    stage.book.expect("requests.unknown_code", told, f"no line `refused {job.name} ...`")
-    ended = stage.goes_on(stage.begin(20))
-    stage.book.expect("requests.unknown_code", ended, "the next request did not go on")
+    refused = stage.wait(lambda: stage.engine.reported("refused", job.name))
+    stage.book.expect("requests.unknown_code", refused, f"no line `refused {job.name} ...`")
+    ended = stage.completes(stage.begin(20))
+    stage.book.expect("requests.unknown_code", ended, "the next request did not complete")
 
 
 def busy(stage: EngineStage) -> None:
@@ -70,20 +70,20 @@ def busy(stage: EngineStage) -> None:
     refused_at = time.monotonic()
     stage.agent.refuse(request, "busy", retry_after_s=RETRY_AFTER_S)
     again = stage.wait(lambda: len(stage.requests(job)) > 1)
-    if not stage.book.expect("requests.busy", again, f"request {job.name} was not asked again"):
+    if not stage.book.expect("requests.busy", again, f"request {job.name} was not sent again"):
         return
     pause_s = stage.requests(job)[1].at - refused_at
-    early = f"asked again after {pause_s:.2f} s, `retry_after_s` is {RETRY_AFTER_S:g}"
+    early = f"sent again after {pause_s:.2f} s, `retry_after_s` is {RETRY_AFTER_S:g}"
     stage.book.expect("requests.busy", pause_s >= RETRY_AFTER_S / 2, early)
-    ended = stage.goes_on(job)
-    stage.book.expect("requests.busy", ended, f"request {job.name} did not go on")
+    ended = stage.completes(job)
+    stage.book.expect("requests.busy", ended, f"request {job.name} did not complete")
 
 
 def many(stage: EngineStage) -> None:
     job = stage.taken(stage.begin(20))
     for number in range(NUM_MANY):
         stage.agent.notify("weather", {"number": number, "wind": "a later version's"})
-    seen = f"request {job.name} did not go on after {NUM_MANY:,} unknown notices"
+    seen = f"request {job.name} did not complete after {NUM_MANY:,} unknown notices"
     stage.book.expect("notices.unknown", stage.end_well(job), seen)
 
 
@@ -96,15 +96,15 @@ def silence(stage: EngineStage) -> None:
     stage.book.expect("requests.ping", bool(pings), f"no `ping` in {SILENT_S:g} s of silence")
     _requested_once(stage, job)
     stage.agent.silent = False
-    ended = stage.goes_on(job)
-    stage.book.expect("ends.silence", ended, f"request {job.name} did not go on")
+    ended = stage.completes(job)
+    stage.book.expect("ends.silence", ended, f"request {job.name} did not complete")
 
 
 def hang_up(stage: EngineStage) -> None:
     """The agent closes all attach connections but may still write into the memory."""
     job, files = _begun(stage), stage.agent.files
     stage.agent.hang_up()
-    if _comes_back(stage, job, "ends.hang_up", files) and isinstance(stage, FetchStage):
+    if _reconnects(stage, job, "ends.hang_up", files) and isinstance(stage, FetchStage):
         stage.use_all_blocks("fetch.lost_blocks")
 
 
@@ -113,14 +113,14 @@ def new_agent(stage: EngineStage) -> None:
     stage.agent.close()
     time.sleep(AWAY_S)
     stage.agent.open()
-    _comes_back(stage, job, "ends.new_agent", set())
+    _reconnects(stage, job, "ends.new_agent", set())
 
 
 def stop(stage: EngineStage) -> None:
-    stage.engine.hush()
+    stage.engine.request_end()
     in_time = stage.wait(lambda: not stage.engine.is_alive)
     status = stage.engine.stop(0.0)
-    seen = f"exit status {status}" if in_time else f"it runs on for {stage.patience_s:g} s"
+    seen = f"exit status {status}" if in_time else f"it still runs after {stage.patience_s:g} s"
     stage.book.expect("ends.stop", in_time and status == 0, seen)
 
 
@@ -131,20 +131,20 @@ def _held(stage: EngineStage) -> tuple[Job, EngineRequest]:
 
 
 def _requested_once(stage: EngineStage, job: Job) -> None:
-    num_asked = len(stage.requests(job))
-    seen = f"request {job.name} was asked for {num_asked} times"
-    stage.book.expect("requests.once", num_asked <= 1, seen)
+    num_sent = len(stage.requests(job))
+    seen = f"request {job.name} was sent {num_sent} times"
+    stage.book.expect("requests.once", num_sent <= 1, seen)
 
 
 def _begun(stage: EngineStage) -> Job:
     job = stage.taken(stage.begin(20))
     if isinstance(stage, OfferStage):
-        stage.wait(lambda: stage.engine.told("ticket", job.name))
+        stage.wait(lambda: stage.engine.reported("ticket", job.name))
     stage.agent.play(AWAY_S)
     return job
 
 
-def _comes_back(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
+def _reconnects(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
     """Restart an engine that exits, as a supervisor would."""
     back = stage.registered()
     ended = not back and not stage.engine.is_alive
@@ -155,11 +155,11 @@ def _comes_back(stage: EngineStage, job: Job, rule: str, files: set[tuple[int, i
         return False
     stage.lose(job, same_memory=bool(files & stage.agent.files))
     if not ended:
-        told = stage.settle_lost(job)
-        word = f"no line `{stage.over_word} {job.name} ...` though its agent is gone"
-        stage.book.expect("ends.told", told, word)
-    works = stage.goes_on(stage.begin(20))
-    stage.book.expect(rule, works, "the next request did not go on")
+        settled = stage.settle_lost(job)
+        missing = f"no line `{stage.end_line} {job.name} ...` though its agent is gone"
+        stage.book.expect("ends.told", settled, missing)
+    works = stage.completes(stage.begin(20))
+    stage.book.expect(rule, works, "the next request did not complete")
     return True
 
 
@@ -212,7 +212,7 @@ def _play_scene(stage: EngineStage, scene: Scene) -> bool:
     if not stage.engine.is_alive:
         stage.engine.stop()
         started = stage.start()
-        late = f"not all sessions registered: {stage.engine.last_words()}"
+        late = f"not all sessions registered: {stage.engine.silence_reason()}"
         if not stage.book.expect("register.sessions", started, late):
             return False
     before = stage.book.num_wrong

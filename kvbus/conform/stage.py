@@ -77,7 +77,7 @@ class EngineStage(ABC):
     """``patience_s`` limits one engine step, ``start_s`` registration."""
 
     op: ClassVar[str]
-    over_word: ClassVar[str]
+    end_line: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]]
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
@@ -86,7 +86,7 @@ class EngineStage(ABC):
         self.jobs: dict[int, Job] = {}
 
     @abstractmethod
-    def say(self, job: Job) -> None:
+    def send(self, job: Job) -> None:
         """Send the engine the line that begins the job."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class EngineStage(ABC):
     def begin(self, *counts: int, first_token: int = 0) -> Job:
         job = Job(len(self.jobs) + 1, first_token, counts)
         self.jobs[job.name] = job
-        self.say(job)
+        self.send(job)
         return job
 
     def requests(self, job: Job) -> list[EngineRequest]:
@@ -154,7 +154,7 @@ class EngineStage(ABC):
         ]
 
     def reported_over(self, job: Job) -> list[str]:
-        return self.engine.told(self.over_word, job.name)
+        return self.engine.reported(self.end_line, job.name)
 
     def request_of(self, job: Job) -> EngineRequest:
         self._require(job, self.wait(lambda: self.requests(job)))
@@ -171,7 +171,7 @@ class EngineStage(ABC):
         if not self.book.expect(f"{self.op}.answered", came, seen):
             raise SceneEndedError
 
-    def goes_on(self, job: Job) -> bool:
+    def completes(self, job: Job) -> bool:
         return self.wait(lambda: job.handoff_id) and self.end_well(job)
 
     def end_well(self, *jobs: Job) -> bool:
@@ -182,9 +182,7 @@ class EngineStage(ABC):
     def seen_over(self, *jobs: Job) -> bool:
         in_time = self.wait(lambda: all(map(self.reported_over, jobs)))
         missing = [job.name for job in jobs if not self.reported_over(job)]
-        self.book.expect(
-            f"{self.op}.told", not missing, f"no `{self.over_word}` line for {missing}"
-        )
+        self.book.expect(f"{self.op}.told", not missing, f"no `{self.end_line}` line for {missing}")
         right = [self.check_reported(job) for job in jobs]
         return in_time and all(right)
 
@@ -205,12 +203,12 @@ class EngineStage(ABC):
             return
         for _ in range(NUM_ROUNDS * num_blocks):
             job = self.begin(self.block_size)
-            again = self.goes_on(job)
-            if not self.book.expect(rule, again, f"request {job.name} got no block"):
+            completed = self.completes(job)
+            if not self.book.expect(rule, completed, f"request {job.name} got no block"):
                 return
 
     def check_once(self) -> None:
         for job in self.jobs.values():
-            told = self.reported_over(job)
-            seen = f"`{self.over_word} {job.name}` {len(told)} times"
-            self.book.expect(f"{self.op}.told", len(told) <= 1, seen)
+            ends = self.reported_over(job)
+            seen = f"`{self.end_line} {job.name}` {len(ends)} times"
+            self.book.expect(f"{self.op}.told", len(ends) <= 1, seen)

@@ -97,7 +97,7 @@ class Definitions:
     def find(self, name: Name) -> Any:
         definition = self._known.get(name)
         if definition is None:
-            raise LocalError(f"{_in_words(name)} is not defined", code=ErrorCode.INTERNAL)
+            raise LocalError(f"{_text_of(name)} is not defined", code=ErrorCode.INTERNAL)
         if definition.error is not None:
             raise definition.error
         return definition.value
@@ -105,7 +105,7 @@ class Definitions:
     def check_new(self, name: Name) -> None:
         definition = self._known.get(name)
         if definition is not None and definition.value is not None:
-            raise LocalError(f"{_in_words(name)} is defined already", code=ErrorCode.INTERNAL)
+            raise LocalError(f"{_text_of(name)} is defined already", code=ErrorCode.INTERNAL)
 
     def waits(self, message: wire.ToData, fds: list[int]) -> bool:
         for name in self._names(message):
@@ -169,5 +169,5 @@ class Definitions:
                 yield peer(definition.value.peer)
 
 
-def _in_words(name: Name) -> str:
+def _text_of(name: Name) -> str:
     return " ".join(map(str, name))

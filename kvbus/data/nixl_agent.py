@@ -24,7 +24,7 @@ from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
 # Step 3 runs only if step 2 found a torch for CPUs, or none. It reads the same file again, with the
 # same result: no CUDA. So a stand-in for torch.version without a CUDA version keeps the choice and
 # saves the import. Steps 1 and 2 ignore it: it is not used where torch is imported, and
-# find_spec("torch") looks for another module.
+# find_spec("torch") searches for another module.
 @contextlib.contextmanager
 def _torch_not_imported() -> Iterator[None]:
     if "torch" in sys.modules:
@@ -94,8 +94,8 @@ def _ours(
 # or at the first READ.
 def _settings() -> str:
     names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_")))
-    told = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
-    return f" (environment: {told})" if told else ""
+    settings = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
+    return f" (environment: {settings})" if settings else ""
 
 
 def load() -> type["NixlAgent"]:
@@ -199,6 +199,6 @@ class NixlAgent:
 
 def _is_done(state: str, peer: str) -> bool:
     if state == "ERR":
-        what = f"the read failed: NIXL says ERR{_settings()}"
+        what = f"the read failed: NIXL reports ERR{_settings()}"
         raise TransferFailed(what, nixl="ERR", peer=peer)
     return state == "DONE"

@@ -27,7 +27,9 @@ class Replies:
         if isinstance(error, KVBusError):
             return error
         self.log("error", "step.failed", trace="".join(traceback.format_exception(error)))
-        return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")
+        return KVBusError(
+            f"internal error: {type(error).__name__}; the agent's log has the details"
+        )
 
     def log(
         self,

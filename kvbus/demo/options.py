@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, to_builtins
 from kvbus.errors import ConfigError, reason_of
 from kvbus.geometry import EngineSpec, KvLayout
 from kvbus.planning.choose import Path
-from kvbus.spec_text import EngineWords, ModelWords, read_words
+from kvbus.spec_text import EngineFields, ModelFields, read_fields
 
 MAX_TP = 8  # the model has at least as many query heads
 MAX_KV_HEADS = 32
@@ -34,7 +34,7 @@ BUILT_IN = (
 )
 
 
-class SideWords(EngineWords, kw_only=True):
+class SideFields(EngineFields, kw_only=True):
     """``ring`` is the share of host blocks for a cache that no agent maps."""
 
     tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
@@ -43,8 +43,10 @@ class SideWords(EngineWords, kw_only=True):
     ring: Annotated[float, Meta(gt=0, le=1)] | None = None
 
     def __str__(self) -> str:
-        words = to_builtins(self)
-        return " ".join(f"{key}={word}" for key, word in words.items() if word not in (None, False))
+        fields = to_builtins(self)
+        return " ".join(
+            f"{key}={value}" for key, value in fields.items() if value not in (None, False)
+        )
 
 
 def encode(text: str) -> list[int]:
@@ -86,7 +88,7 @@ class DemoOptions:
         _number(ENGINES, 1, MAX_TOKENS, "Compute N tokens at a time; meanwhile they are read."),
     ] = None
     path: Annotated[
-        Path | None, _option(ENGINES, "Have all read in this way; else the agent's rule says how.")
+        Path | None, _option(ENGINES, "Path of every read; by default the agent chooses.")
     ] = None
 
     kv_heads: Annotated[
@@ -104,17 +106,17 @@ class DemoOptions:
                 f"a prompt of {self.max_prompt_tokens} tokens and {self.max_new_tokens} new ones"
                 f" are more than the {MAX_TOKENS} tokens that the model can take"
             )
-        for role, words in self.sides.items():
-            if words.ring is not None and words.ring * self.concurrency < 1:
+        for role, fields in self.sides.items():
+            if fields.ring is not None and fields.ring * self.concurrency < 1:
                 raise ConfigError(
-                    f"--{role}: a ring of {words.ring:g} of a cache for {self.concurrency} requests"
-                    " does not hold the longest of them: raise ring or --concurrency"
+                    f"--{role}: a ring of {fields.ring:g} of a cache for {self.concurrency} "
+                    "requests does not hold the longest of them: raise ring or --concurrency"
                 )
 
     @cached_property
-    def sides(self) -> dict[str, SideWords]:
-        words = {"prefill": self.prefill, "decode": self.decode}
-        return {role: read_words(f"--{role}", text, SideWords) for role, text in words.items()}
+    def sides(self) -> dict[str, SideFields]:
+        fields = {"prefill": self.prefill, "decode": self.decode}
+        return {role: read_fields(f"--{role}", text, SideFields) for role, text in fields.items()}
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
@@ -135,18 +137,18 @@ class DemoOptions:
     def max_prompt_tokens(self) -> int:
         return max(len(encode(prompt)) for prompt in self.prompts)
 
-    def spec(self, engine_id: str, words: EngineWords | None = None) -> EngineSpec:
-        words = words or EngineWords()
-        whole = ModelWords(
+    def spec(self, engine_id: str, fields: EngineFields | None = None) -> EngineSpec:
+        fields = fields or EngineFields()
+        whole = ModelFields(
             layers=NUM_LAYERS,
             head=HEAD_DIM,
             kv_heads=self.kv_heads,
             attention="gqa" if self.kv_heads else "mla",
             window=self.window,
             model="kvbus-demo",
-            tp=words.tp,
-            pp=words.pp,
-            block=words.block,
+            tp=fields.tp,
+            pp=fields.pp,
+            block=fields.block,
         )
         return whole.engine(engine_id)
 

@@ -104,7 +104,7 @@ class DemoReport:
 
     def _lines(self) -> Iterator[str]:
         found = self.summary()
-        yield " -> ".join(f"{role} {words}" for role, words in self.options.sides.items())
+        yield " -> ".join(f"{role} {fields}" for role, fields in self.options.sides.items())
         equal = f"{found['matched']} outputs equal to the model run alone, tokens and logits"
         yield f"{found['requests']} requests, {equal}"
         for one in self.served:
@@ -128,4 +128,4 @@ class DemoReport:
             held = ", ".join(f"{number} of {role}" for role, number in self.leaks.items())
             yield f"blocks that are still held: {held}"
         else:
-            yield "every block came back"
+            yield "every block was released"

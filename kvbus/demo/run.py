@@ -113,7 +113,7 @@ class Run:
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.concurrency):
                     tasks.start_soon(worker)
-            self.wait_for("all blocks to come back")
+            self.wait_for("all blocks to be released")
             self.report.leaks = {
                 role: await engine.request(int, "settle") for role, engine in engines.items()
             }
@@ -152,18 +152,18 @@ class Run:
         )
 
     def _engine(self, role: str, attach: Path) -> AbstractAsyncContextManager[EngineChild]:
-        options, words = self.options, self.options.sides[role]
-        spec = options.spec(f"{role}-{self._id}", words)
+        options, fields = self.options, self.options.sides[role]
+        spec = options.spec(f"{role}-{self._id}", fields)
         num_new = options.max_new_tokens if role == "decode" else 0
-        per_request = num_blocks_for(options.max_prompt_tokens + num_new, words.block)
+        per_request = num_blocks_for(options.max_prompt_tokens + num_new, fields.block)
         num_blocks = {group.name: options.concurrency * per_request for group in spec.groups}
         ring_blocks = None
-        if words.ring is not None:
-            ring_blocks = {name: max(1, round(words.ring * n)) for name, n in num_blocks.items()}
+        if fields.ring is not None:
+            ring_blocks = {name: max(1, round(fields.ring * n)) for name, n in num_blocks.items()}
         setup = EngineSetup(
             attach_path=str(attach),
             spec=spec,
-            layout=words.parse(),
+            layout=fields.parse(),
             num_blocks=num_blocks,
             ring_blocks=ring_blocks,
             prefill_chunk=options.prefill_chunk,

@@ -175,7 +175,7 @@ def _folder(name: str, source: str, config: AgentConfig) -> Finding:
         ERROR if problem else OK,
         problem or str(folder),
         {"folder": str(folder), "error": problem},
-        why=f"Engines meet their agent in this folder ({source}).",
+        why=f"Engines attach to their agent in this folder ({source}).",
         fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
     )
 
@@ -217,19 +217,19 @@ def _loopback(name: str, source: str, config: AgentConfig) -> Iterator[Finding]:
         f"-o lo -p tcp --dport {(ports or 'FIRST-LAST').replace('-', ':')} -m owner "
         f"! --uid-owner {uid} -j REJECT"
     )
-    told, is_fenced = "not looked at", False
+    access, is_fenced = "not checked", False
     if ports and shutil.which("iptables"):
-        looking = shlex.split(f"iptables -C OUTPUT {rule}")
-        status = subprocess.run(looking, capture_output=True, check=False).returncode
+        check = shlex.split(f"iptables -C OUTPUT {rule}")
+        status = subprocess.run(check, capture_output=True, check=False).returncode
         is_fenced = status == 0
-        told = {0: "kept from other users", 1: "open to other users"}.get(status, told)
+        access = {0: "kept from other users", 1: "open to other users"}.get(status, access)
     yield Finding(
         f"{name}.loopback",
         OK if is_fenced else WARNING,
-        f"ports {ports or 'of any number'} of UCX on loopback: {told}",
+        f"ports {ports or 'of any number'} of UCX on loopback: {access}",
         {"ports": ports, "fenced": is_fenced},
         why="Each user of this machine who reaches UCX on loopback reads and writes any memory of "
-        f"the agent ({source}). Where nobody else has processes here that is nothing.",
+        f"the agent ({source}). Where other users have no processes here, this does not matter.",
         fix="Let agents of one user map memory (mapped = true), or set data_ports, and have root "
         "add the rule; iptables shows rules to root alone.",
         command=f"iptables -A OUTPUT {rule}",
@@ -251,8 +251,8 @@ def _keys(name: str, source: str, config: AgentConfig) -> Finding:
         severity,
         found,
         {"server_key": key, "error": problem},
-        why="Keys say who may ask the agent, and encrypt what is said. Agents with keys hand over "
-        f"KV only with agents that they trust ({source}).",
+        why="Keys authenticate the clients of an agent, and encrypt the connection. Agents with "
+        f"keys hand over KV only with agents that they trust ({source}).",
         fix="Make keys, trust that of the other agent in the file that authorized_keys names, and "
         "name them in key_file and authorized_keys.",
         command="kvbus keys trust FILE 'KEY' --name NAME --role ROLE",
@@ -272,11 +272,11 @@ def _advertised(name: str, host: str) -> Iterator[Finding]:
     yield Finding(
         f"{name}.advertise_host",
         WARNING if problem else OK,
-        f"'{host}': {problem}" if problem else f"others are told '{host}'",
+        f"'{host}': {problem}" if problem else f"others receive '{host}'",
         {"advertise_host": host, "error": problem},
         why="Tickets carry it. Unless it leads here by a NAT or a proxy nobody reaches the agent, "
         "and fetches fail with peer_unreachable.",
-        fix="Set advertise_host to the address by which other machines reach this one, and look "
-        "from one of them: kvbus doctor --only peer --peer tcp://HOST:PORT.",
+        fix="Set advertise_host to the address by which other machines reach this one, and "
+        "check it from one of them: kvbus doctor --only peer --peer tcp://HOST:PORT.",
         command="ip -brief address",
     )

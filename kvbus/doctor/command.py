@@ -59,7 +59,7 @@ class DoctorOptions:
             "--from",
             metavar="ENDPOINT",
             help="With --peer: the decode agent that reads from it. The two are compared as a "
-            "pair, by what each says of the other.",
+            "pair, by what each reports of the other.",
         ),
     ] = ""
     from_server_key: Annotated[
@@ -94,7 +94,7 @@ class DoctorOptions:
 
 @with_options(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Say what works on this machine for kvbus, what does not, why, and what to do.
+    """Check what works on this machine for kvbus, and explain how to fix the rest.
 
     Run it as the user, in the container and with the environment of the agents: it checks its own
     limits, `UCX_TLS` and rights to read other processes. It measures NIXL between its own processes
@@ -151,7 +151,7 @@ def _checked(family: str, check: Check) -> Iterable[Finding]:
             f"this could not be checked: {error}",
             {"error": str(error)},
             why="It is not known whether this works.",
-            fix="Fix what the message says, and run kvbus doctor again.",
+            fix="Fix the cause that the message names, and run kvbus doctor again.",
         )
 
 

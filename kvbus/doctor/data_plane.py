@@ -34,8 +34,8 @@ WHY_AND_FIX = {
     CONFIGURED: (
         "Agents that are started from here move all bytes with NIXL and UCX, and cannot read.",
         "Install NIXL as required, see versions.nixl; of several installations of UCX, "
-        "LD_LIBRARY_PATH may have chosen another. Look at the UCX_ settings of the environment; "
-        "without any UCX chooses. "
+        "LD_LIBRARY_PATH may have chosen another. Check the UCX_ settings of the environment; "
+        "without any, UCX chooses. "
         "UCX_TLS=sm,self cannot work, as shared memory alone cannot report a dead peer: add tcp.",
     ),
     TCP: (
@@ -130,11 +130,11 @@ def wire_in(log: str) -> str:
 
 def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
     """Return an error if the configured read fails, a warning if agents would read over TCP."""
-    told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
+    setting = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
     (why, fix), command, severity = WHY_AND_FIX[one.way], "", OK
-    found = f"{rate_text(one.bytes_per_s)} over {one.wire or 'what UCX chose'} ({told})"
+    found = f"{rate_text(one.bytes_per_s)} over {one.wire or 'what UCX chose'} ({setting})"
     if not one.bytes_per_s:
-        found = f"fails ({told}): {one.error}"
+        found = f"fails ({setting}): {one.error}"
         severity = ERROR if one.way == CONFIGURED else WARNING
         command = "env | grep ^UCX_" if one.way == CONFIGURED else ""
     elif one.way == CONFIGURED and "tcp/" in one.wire:  # also as one of several
@@ -197,7 +197,7 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
         found,
         {"error": error, "versions": versions, "gpus": read.gpus if read else ()},
         why="KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it.",
-        fix="Install a torch for CUDA that fits the driver, and look at CUDA_VISIBLE_DEVICES. Run "
+        fix="Install a torch for CUDA that fits the driver, and check CUDA_VISIBLE_DEVICES. Run "
         "engine and agent in one IPC and PID namespace (docker --ipc=host --pid=host), without "
         "expandable segments in PYTORCH_CUDA_ALLOC_CONF.",
         command="python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'",

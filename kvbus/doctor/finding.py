@@ -93,8 +93,8 @@ class Report:
                 Text(one.severity, STYLES[one.severity]),
                 Text.assemble((one.name, "bold"), f": {one.found}"),
             )
-            for word, text in (("why", one.why), ("fix", one.fix), ("run", one.command)):
-                if text and (one.is_complaint or word == "why"):
-                    table.add_row("", Text.assemble((f"{word}: ", "bold"), text))
+            for label, text in (("why", one.why), ("fix", one.fix), ("run", one.command)):
+                if text and (one.is_complaint or label == "why"):
+                    table.add_row("", Text.assemble((f"{label}: ", "bold"), text))
         yield table
         yield Text(f"\n{self.sentence}", STYLES[self._worst])

@@ -45,8 +45,8 @@ def check_versions() -> Iterator[Finding]:
             command=f"pip install '{one.name}{one.specifier}'",
         )
     named = [f"{name} {right[name]}" for name in NAMED if name in right]
-    told = ", ".join([f"Python {platform.python_version()}", *named])
-    found = f"as required: {told}, {len(right) - len(named)} more"
+    named_versions = ", ".join([f"Python {platform.python_version()}", *named])
+    found = f"as required: {named_versions}, {len(right) - len(named)} more"
     yield Finding("versions.packages", OK, found, {"python": platform.python_version(), **right})
 
 
@@ -82,8 +82,8 @@ def memory_findings(
         f"no sealed memfd: {segment_error}" if segment_error else "a memfd can be sealed",
         {"segment_error": segment_error},
         why="Engines share their KV cache with their agent in one.",
-        fix="Fix what the message says. The kernel must be Linux with memfd_create, and the "
-        "sandbox or seccomp profile must allow it.",
+        fix="Fix the cause that the message names. The kernel must be Linux with memfd_create, "
+        "and the sandbox or seccomp profile must allow it.",
     )
     usable, limited = num_cores, ""
     if cpu_quota is not None:

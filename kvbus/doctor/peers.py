@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvbus.agent.identity import machine_id, mount_namespace, sharing
 from kvbus.bus import ClientCurve, agent_client, call_agent
-from kvbus.bus.connection import look_up
+from kvbus.bus.connection import resolve
 from kvbus.bus.sockets import host_of
 from kvbus.clocks import ClockOffset, Exchange
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
@@ -32,14 +32,14 @@ APART_S = 1.0
 """Offset from which log lines of one handoff appear out of order."""
 LEADS_TO = "Fetches from this agent fail here with "
 NOTHING = AgentStatus("", AgentRole.DECODE, {}, draining=False, counts={})
-SEE_AGENT = "See that the agent runs, is not stopped, and trusts the key that you ask with."
+SEE_AGENT = "See that the agent runs, is not stopped, and trusts your key."
 
 
 @dataclass(frozen=True, slots=True)
 class QueriedAgent:
     endpoint: str
     curve: ClientCurve | None = None
-    told: AgentStatus = NOTHING
+    reported: AgentStatus = NOTHING
 
     def request(self, message: Request[R]) -> R:
         async def run() -> R:
@@ -57,17 +57,17 @@ class QueriedAgent:
 
     def about(self, other: "QueriedAgent") -> "QueriedAgent":
         key = other.curve.server_key if other.curve else ""
-        endpoints = dict.fromkeys((other.told.peer_endpoint or other.endpoint, other.endpoint))
+        endpoints = dict.fromkeys((other.reported.peer_endpoint or other.endpoint, other.endpoint))
         answers = [self.request(Status(peer=at, key=key)) for at in endpoints]
-        return replace(self, told=max(answers, key=_knows))
+        return replace(self, reported=max(answers, key=_knows))
 
     @property
     def view(self) -> PeerView:
-        return self.told.view or PeerView()
+        return self.reported.view or PeerView()
 
     @property
     def name(self) -> str:
-        return f"the {self.told.role} agent '{self.told.agent_id}'"
+        return f"the {self.reported.role} agent '{self.reported.agent_id}'"
 
 
 def _knows(status: AgentStatus) -> bool:
@@ -77,7 +77,7 @@ def _knows(status: AgentStatus) -> bool:
 
 def address_of(host: str) -> str:
     """Resolve a host within seconds, as a name server may not answer; raises `RemoteError`."""
-    return anyio.run(look_up, host).strip("[]")
+    return anyio.run(resolve, host).strip("[]")
 
 
 def connect_problem(host: str, port: int) -> str:
@@ -95,7 +95,7 @@ def connect_problem(host: str, port: int) -> str:
 def check_peer(peer: QueriedAgent, reader: QueriedAgent | None = None) -> Iterator[Finding]:
     """``reader`` is the decode agent that reads from it."""
     try:
-        peer = replace(peer, told=peer.status())
+        peer = replace(peer, reported=peer.status())
     except KVBusError as error:
         fix, command = SEE_AGENT, ""
         if error.code is ErrorCode.PEER_UNREACHABLE:
@@ -111,15 +111,15 @@ def check_peer(peer: QueriedAgent, reader: QueriedAgent | None = None) -> Iterat
             yield _packets_lost(peer)
         return
     yield _finding(peer, "socket", OK, f"{peer.name} answers")
-    yield faults_of("peer.faults", peer.told)
+    yield faults_of("peer.faults", peer.reported)
     yield _packets(peer)
     yield _data(peer)
     yield _clock(peer)
     if reader is not None:
         yield from _check_pair(peer, reader)
-    elif peer.told.role is AgentRole.PREFILL and peer.told.sharing is not None:
+    elif peer.reported.role is AgentRole.PREFILL and peer.reported.sharing is not None:
         decode_here = structs.replace(NOTHING, sharing=sharing())
-        yield how_kv_comes("peer.one_machine", peer.told, decode_here)
+        yield how_kv_comes("peer.one_machine", peer.reported, decode_here)
 
 
 def _finding(
@@ -149,7 +149,7 @@ def _packets(peer: QueriedAgent) -> Finding:
         return _packets_lost(peer)
     except KVBusError as error:
         return _finding(peer, "packets", ERROR, error.message, "It answered before.", SEE_AGENT)
-    return _finding(peer, "packets", OK, "packets of full size come there, and back")
+    return _finding(peer, "packets", OK, "packets of full size arrive in both directions")
 
 
 def _packets_lost(peer: QueriedAgent) -> Finding:
@@ -157,7 +157,7 @@ def _packets_lost(peer: QueriedAgent) -> Finding:
         peer,
         "packets",
         ERROR,
-        "small questions are answered, large ones are not: large packets are lost there or back",
+        "small requests are answered, large ones are not: large packets are lost on the way",
         f"{LEADS_TO}peer_unreachable or timeout.",
         "Give the interfaces on both sides the MTU of the smallest link between them.",
         f"ping -M do -s 1472 {quote(host_of(peer.endpoint))}",
@@ -166,26 +166,26 @@ def _packets_lost(peer: QueriedAgent) -> Finding:
 
 def faults_of(name: str, status: AgentStatus) -> Finding:
     what = [fault.what for fault in status.faults]
-    found = "; ".join(what) or "it knows of nothing that is wrong"
+    found = "; ".join(what) or "it reports no fault"
     if status.sharing is None:
-        found = "what is wrong is told with a key, or to the user of the agent"
+        found = "the agent reports faults only to a trusted key, or to its own user"
     return Finding(
         name,
         WARNING if what else OK,
         found,
         {"agent": status.agent_id, "faults": what},
-        why="The agent says so itself.",
+        why="The agent reports these faults itself.",
         fix=" ".join(dict.fromkeys(fault.do for fault in status.faults)),
     )
 
 
 def _data(peer: QueriedAgent) -> Finding:
-    ends = [(one, *one.rsplit(":", 1)) for one in peer.told.data_endpoints]
+    ends = [(one, *one.rsplit(":", 1)) for one in peer.reported.data_endpoints]
     problems = {one: connect_problem(host, int(port)) for one, host, port in ends}
     if not problems:
-        found = "it listens at no TCP port for KV now, so this was not looked at"
-        if peer.told.sharing is None:
-            found = "where its NIXL listens is told with a key only, so this was not looked at"
+        found = "it listens at no TCP port for KV now, so this was not checked"
+        if peer.reported.sharing is None:
+            found = "not checked: it reports where its NIXL listens only to a trusted key"
         return _finding(peer, "data", OK, found)
     if reached := [one for one, problem in problems.items() if not problem]:
         return _finding(peer, "data", OK, f"its NIXL takes connections at {', '.join(reached)}")
@@ -203,22 +203,22 @@ def _data(peer: QueriedAgent) -> Finding:
 
 def _check_pair(peer: QueriedAgent, reader: QueriedAgent) -> Iterator[Finding]:
     try:
-        reader = replace(reader, told=reader.status())
+        reader = replace(reader, reported=reader.status())
     except KVBusError as error:
         why, fix = "The two are not compared.", f"See that it is reached from here. {SEE_AGENT}"
         yield _finding(reader, "from", ERROR, error.message, why, fix)
         return
-    its = reader.told.sharing
+    its = reader.reported.sharing
     is_here = its is None or its.machine == machine_id()
     yield _finding(
         reader,
         "from",
         OK if is_here else NOTE,
         f"{reader.name} answers" + ("" if is_here else ", from another machine than this"),
-        "Sockets, packets and ports were looked at from here: run this on that machine.",
+        "Sockets, packets and ports were checked from here: run this on that machine.",
     )
-    yield faults_of("peer.reader_faults", reader.told)
-    is_right = (peer.told.role, reader.told.role) == (AgentRole.PREFILL, AgentRole.DECODE)
+    yield faults_of("peer.reader_faults", reader.reported)
+    is_right = (peer.reported.role, reader.reported.role) == (AgentRole.PREFILL, AgentRole.DECODE)
     yield _finding(
         peer,
         "roles",
@@ -232,14 +232,14 @@ def _check_pair(peer: QueriedAgent, reader: QueriedAgent) -> Iterator[Finding]:
     peer, reader = peer.about(reader), reader.about(peer)
     yield _keys(peer, reader)
     yield _handshake(peer, reader)
-    yield how_kv_comes("peer.one_machine", peer.told, reader.told)
+    yield how_kv_comes("peer.one_machine", peer.reported, reader.reported)
 
 
 def _keys(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
     has_key = [one for one in (peer, reader) if one.view.server_key]
     if not has_key:
         return _finding(peer, "keys", OK, "both agents are without keys")
-    why = "Agents with keys speak only with keys that they trust, in the role of the other agent."
+    why = "Agents with keys accept only keys that they trust, in the role of the other agent."
     if len(has_key) == 1:
         lacks = reader if has_key == [peer] else peer
         found = f"{has_key[0].name} has a key, {lacks.name} has none"
@@ -247,13 +247,13 @@ def _keys(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
         return _finding(peer, "keys", ERROR, found, why, fix)
     problems, commands = [], []
     for one, other in ((reader, peer), (peer, reader)):
-        role, key = other.told.role, other.view.server_key
+        role, key = other.reported.role, other.view.server_key
         if role not in one.view.roles:
             trusted = " and ".join(one.view.roles) or "nothing"
             problems.append(
                 f"{one.name} trusts the key {key} of {other.name} as {trusted}, not as {role}"
             )
-            named = quote(other.told.agent_id)
+            named = quote(other.reported.agent_id)
             commands.append(f"kvbus keys trust FILE {quote(key)} --name {named} --role {role}")
     if not problems:
         return _finding(peer, "keys", OK, "each agent trusts the key of the other")
@@ -266,11 +266,11 @@ def _handshake(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
     severity, why, fix = NOTE, "", ""
     if view.problem:
         severity = WARNING if view.num_routes else ERROR
-        found = f"the last try of {reader.name} to meet it failed: {view.problem}"
-        why = "Fetches from it fail, or take longer, until hands are shaken."
+        found = f"the last handshake of {reader.name} with it failed: {view.problem}"
+        why = "Fetches from it fail, or take longer, until a handshake succeeds."
         fix = (
-            "Do what the reason says; handshake.refused and peer.cold in the decode agent's log "
-            "have more."
+            "Fix the reason; handshake.refused and peer.cold in the decode agent's log have the "
+            "details."
         )
     elif view.num_routes:
         listed = "listed and connected, " if view.connected else ""
@@ -286,7 +286,9 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
     theirs, ours = prefill.sharing or Sharing(), decode.sharing or Sharing()
     values: dict[str, object] = {"prefill": prefill.agent_id, "decode": decode.agent_id}
     if not (theirs.machine and ours.machine):
-        found = "not looked at: where an agent runs is told with a key, or to its own user"
+        found = (
+            "not checked: agents report where they run only to a trusted key, or to their own user"
+        )
         return Finding(name, NOTE, found, values)
     if theirs.machine != ours.machine:
         return Finding(name, OK, "the agents are on two machines: NIXL reads KV", values)
@@ -313,8 +315,8 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
 def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str:
     """Return why the decode agent cannot map the memory; its actual attempts count first."""
     names = [f"{engine} at {prefill.agent_id}" for engine in prefill.engines]
-    if met := [ours.engines[name] for name in names if name in ours.engines]:
-        return next((state for state in met if state != "open"), "")
+    if attempts := [ours.engines[name] for name in names if name in ours.engines]:
+        return next((state for state in attempts if state != "open"), "")
     if closed := theirs.closed or ours.closed:
         return closed
     if theirs.uid != ours.uid:
@@ -332,15 +334,17 @@ def _clock(peer: QueriedAgent) -> Finding:
     try:
         clock = anyio.run(_query_clock, peer)
     except KVBusError as error:
-        found = f"not looked at, as the agent does not tell its wall clock: {error.message}"
+        found = f"not checked, as the agent did not report its wall clock: {error.message}"
         return _finding(peer, "clock", NOTE, found)
     is_apart = abs(clock.offset_s) >= APART_S and abs(clock.offset_s) > clock.error_s
     side = "behind" if clock.offset_s > 0 else "ahead of"
-    told = f"{time_text(abs(clock.offset_s))} {side} this machine's, +/-{time_text(clock.error_s)}"
+    offset = (
+        f"{time_text(abs(clock.offset_s))} {side} this machine's, +/-{time_text(clock.error_s)}"
+    )
     return Finding(
         "peer.clock",
         WARNING if is_apart else OK,
-        f"its wall clock is {told}",
+        f"its wall clock is {offset}",
         {"endpoint": peer.endpoint, "ahead_s": -clock.offset_s, "error_s": clock.error_s},
         why="Lines of logs, and spans of a collector, have the wall clock of their machine: those "
         f"of one handoff do not stand side by side. From {CLOCK_TOLERANCE_S} s on signed tickets "

@@ -298,8 +298,8 @@ class HostOffer:
     def _add(self, num_tokens: int, given: Mapping[str, BlockTable]) -> list[BlockCopy]:
         start, device, copies = self.num_saved, dict(self._device), list[BlockCopy]()
         if not start <= num_tokens <= self.num_tokens:
-            message = f"{num_tokens} tokens are said to be ready, of {self.num_tokens}, after"
-            raise GeometryError(f"{message} {start}", field="num_tokens")
+            message = f"num_tokens must be {start} to {self.num_tokens}, not {num_tokens}"
+            raise GeometryError(message, field="num_tokens")
         check_groups(self._engine, given)
         for group in self._engine.groups:
             name, size, known = group.name, group.block_size, device[group.name]

@@ -68,8 +68,8 @@ class Offer(Handle):
     ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for invalid
-        ids.
+        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids
+        that are not unsigned 32-bit integers.
         """
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= {group: end_of(table) for group, table in tables.items()}

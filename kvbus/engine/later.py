@@ -19,7 +19,10 @@ log = logging.getLogger("kvbus.engine")
 
 
 class Completion(Generic[T]):
-    """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop."""
+    """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop.
+
+    A waiter that times out or is cancelled does not cancel the operation.
+    """
 
     __slots__ = ("_calls", "_error", "_lock", "_runner", "_value", "is_observed")
 
@@ -57,9 +60,9 @@ class Completion(Generic[T]):
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block for the result; raise its error or `TimeoutError`.
+        """Block for the result; raise its error, or `TimeoutError` after ``timeout_s``.
 
-        Raises `LocalError` in the link's event loop.
+        Raises `LocalError` in the link's event loop, which it would block forever.
         """
         self.is_observed = True
         return self.result(timeout_s)
@@ -222,8 +225,8 @@ class Runner:
     async def _run(self, call: Callable[[], Awaitable[T]], later: Completion[T]) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         try:
-            # Create the scope in the task: where sniffio is installed, anyio asks it for the event
-            # loop, and it knows none in a callback.
+            # Create the scope in the task: where sniffio is installed, anyio gets the event loop
+            # from it, which fails in a callback.
             with anyio.CancelScope() as scope:
                 self._tasks[task] = scope
                 later.settle(await call())

@@ -41,17 +41,21 @@ CELLS_ID = "kvbus-cells"
 
 
 class Link:
-    """A link between an engine and the agent at ``attach_path``, which may restart.
+    """A link between an engine and the agent at ``attach_path``.
 
-    It closes ``memory``, that of the ranks in this process. With ``control`` False, this is a
-    worker's link, without the scheduler. ``remote_ranks`` lists this engine's ranks at other
-    agents, by peer endpoint. ``rank_secret`` is one secret (`new_secret`) of all these links.
-    ``request_timeout_s`` bounds replies, and retries at a full agent. Without an agent, an offer
-    lives for ``ttl_s``, and for ``agent_wait_s`` at least.
+    When the agent restarts, the link publishes live offers again and repeats live fetches. Without
+    an agent, an offer lives for ``ttl_s``, and for ``agent_wait_s`` at least.
+
+    It closes ``memory``, that of the ranks in this process; close links that share it together.
+    With ``control`` False, this is a worker's link, without the scheduler. ``role`` refuses an
+    agent of the other role. ``remote_ranks`` lists this engine's ranks at other agents, by peer
+    endpoint. ``rank_secret`` is one secret (`new_secret`) of all these links.
+    ``request_timeout_s`` bounds replies, and retries at a full agent.
 
     Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
-    ``with`` and `start` use a new thread; ``async with`` uses the running event loop. Calls are
-    safe in any thread and event loop; only `wait_open`, `close` and entering block.
+    ``with`` and `start` use a new thread. ``async with`` uses the running event loop: do not block
+    it. Calls are safe in any thread and event loop. Only entering, `wait_open`, `close`,
+    `Offer.ticket` and waiting for a `Completion` block.
     """
 
     def __init__(
@@ -185,7 +189,10 @@ class Link:
             memory.close()
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Wait until everything is registered; raise `LocalError` in the link's event loop."""
+        """Wait until everything is registered; return whether it is.
+
+        Raises `LocalError` in the link's event loop if it would block.
+        """
         if not self.is_open and timeout_s > 0:
             self.runner.check_may_wait()
         return self._is_open.wait(timeout_s)
@@ -235,8 +242,11 @@ class Link:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
         Do not write to the blocks or reuse them before `Offer.ended`; unfilled ones are writable
-        until `Offer.extend` names them. A state has one block. Raises `GeometryError` for invalid
-        ids. The offer raises the agent's refusal.
+        until `Offer.extend` names them. A state has one block.
+
+        Raises `GeometryError` for ids that are not unsigned 32-bit integers, and for
+        ``first_blocks`` of a group without a table. ``await``, `Offer.ticket` and `Offer.ended`
+        raise the agent's refusal: ``busy`` if it stays full for ``request_timeout_s``.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         state = OfferRequest(self.runner, message, time.monotonic() + self._request_timeout_s)
@@ -255,9 +265,10 @@ class Link:
     ) -> Fetch:
         """Fetch tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
-        Each group lists exactly the blocks of its `GroupSpec.positions`. Without ``num_tokens``, it
-        takes all tokens of the sealed offer that fit; not for engines with windows, or with ranks
-        at other agents.
+        Each group lists exactly the blocks of its `GroupSpec.positions`: those of these tokens.
+        With a window, only the last ``window`` tokens before ``num_tokens`` count. A state has one
+        block. Groups without positions may be absent. Without ``num_tokens``, it takes all tokens
+        of the sealed offer that fit; not for engines with windows, or with ranks at other agents.
 
         `Fetch.ended` has the result, with stage ``requested`` for a refusal. A full agent is
         retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the fetch after that
@@ -279,16 +290,17 @@ class Link:
     def ended(self) -> list[Offer | Fetch]:
         """Return the offers and fetches that ended since the last call; never blocks.
 
-        Those with a waiter or a callback are left out. A fetch whose blocks were not free is
-        reported again when they are, or when no agent can confirm it. Call it in each step, or
-        never.
+        Those with a waiter or a callback are left out. If the blocks of a fetch were not free,
+        it is reported again when they are, or when no agent can confirm it. Call it in each step,
+        or never: from the first call on, the link keeps ended handles until the next call.
         """
         return self._over.take()
 
     def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
         """Make the agent's copies wait for the work so far on ``stream``, by default the current.
 
-        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`.
+        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Raises
+        `LocalError` if the link has registered no CUDA memory.
         """
         events = [rank.event for rank in self._ranks if rank.event is not None]
         if not events:

@@ -15,7 +15,7 @@ from kvbus.protocol.engine import MakeOffer, StartFetch
 from kvbus.protocol.tools import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
-"""By group, in order of position."""
+"""Unsigned 32-bit ids by group, in order of position."""
 OnLanded = Callable[[int], None]
 
 

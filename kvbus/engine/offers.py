@@ -305,7 +305,7 @@ class Offers(RequestRetrier[OfferRequest]):
         if not isinstance(reply, KVBusError):
             done.settle(None)
         elif offer.ended.done() and isinstance(reply, PeerLost):
-            done.settle(offer.error)  # without an error, the agent had done it
+            done.settle(offer.error)  # without an error, the agent had completed it
         elif connection is None or offer.ended.done():
             done.settle(reply)
         elif connection.lost is not None or reply.code in AGENT_ENDS:

@@ -26,7 +26,7 @@ from kvbus.geometry import (
     validate_rank,
 )
 from kvbus.memory.cuda import CudaStorage, allocate_cuda
-from kvbus.memory.segment import HugePages, SharedSegment, shmem_word
+from kvbus.memory.segment import HugePages, SharedSegment, shmem_policy
 
 log = logging.getLogger("kvbus.engine")
 
@@ -61,7 +61,8 @@ class RankMemory:
     ) -> "RankMemory":
         """Allocate zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
 
-        ``num_blocks`` is for all groups, or by group. Raises `SegmentError`.
+        ``num_blocks`` is for all groups, or by group. It logs a warning if the machine has no
+        ``huge_pages``. Raises `SegmentError` for lack of memory and for other devices.
         """
         spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
         (segment,) = spec.segments
@@ -148,10 +149,12 @@ def describe_tensors(
     Keys are ``(layer, part)`` such as ``(0, "k")``, or a layer for all parts along the axis ``kv``.
     A group's name means all of its layers, along the axis ``layer``. ``axes`` names the axes of
     each tensor in order, for all groups or by group: ``block``, ``layer``, ``kv``, ``token``,
-    ``head``, ``dim``. A state has ``block``, ``head`` for its units, and ``dim``.
+    ``head``, ``dim``; absent ones have size 1. Views may have any strides: ``unflatten`` a combined
+    axis of blocks and tokens. A state has ``block``, ``head`` for its units, and ``dim``.
 
     CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
-    before any moves. Raises `GeometryError` and `SegmentError`.
+    before any moves. Raises `GeometryError` for a wrong tensor or a missing layer, and
+    `SegmentError` for memory that cannot be shared.
     """
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}
@@ -248,6 +251,6 @@ def _allocate_shared(engine: EngineSpec, rank: RankSpec, *, huge_pages: HugePage
             "(shmem_enabled is '%s'; see kvbus doctor)",
             rank.rank,
             engine.engine_id,
-            shmem_word(),
+            shmem_policy(),
         )
     return segment

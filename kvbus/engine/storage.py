@@ -46,6 +46,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
 
     Only ``data_ptr()`` changes. Share before a raw address is kept (DLPack, a compiled graph, a
     pinned registration), and while no thread writes. The move briefly needs the memory twice.
+    Raises `SegmentError`.
     """
     if tensor.device.type == "cuda":
         return share_cuda_tensor(tensor)

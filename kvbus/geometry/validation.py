@@ -125,7 +125,7 @@ def check_axes(group: GroupSpec, region: Region, where: str) -> None:
         _require(
             region.size(name) == size,
             f"axes.{name}",
-            f"{where}: axis '{name}' has size {region.size(name)}, the spec says {size}",
+            f"{where}: axis '{name}' has size {region.size(name)}, the spec requires {size}",
         )
 
 
@@ -241,8 +241,8 @@ def _touching(spans: list[_Span]) -> list[list[_Span]]:
 
 # Regions with interleaved spans, such as K and V of one tensor, are compared from the outermost
 # axis inwards, never block by block. Suppose that all of them step S bytes along that axis. Let D
-# be the bytes that they span together at their first index. Index i of one can meet index j of
-# another only if |i - j| * S is less than D. So comparing the first few indices, up to that
+# be the bytes that they span together at their first index. Index i of one can overlap index j
+# of another only if |i - j| * S is less than D. So comparing the first few indices, up to that
 # distance, is enough. If D is at most S, as with blocks that are one cell, index 0 alone is enough
 # for any number of blocks. Each compared index is a span with one axis less.
 def _refuse_interleaved(spans: list[_Span]) -> None:

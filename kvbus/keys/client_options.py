@@ -44,7 +44,7 @@ def curves_of(
     if key_file is not None and len(server_keys) != num_agents:
         raise ConfigError(
             f"--server-key: given {len(server_keys)} times for {num_agents} agents; an agent with "
-            "keys is asked with its own"
+            "keys needs its own server key"
         )
     curves = [one for key in server_keys if (one := curve_of(key_file, key)) is not None]
     if not curves:
@@ -56,7 +56,7 @@ def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:
     """Return None without options. Raises `ConfigError` for only one."""
     if bool(key_file) != bool(server_key):
         missing = "--server-key" if key_file else "--key-file"
-        raise ConfigError(f"{missing}: needed as well; an agent with keys is asked with both")
+        raise ConfigError(f"{missing}: needed as well; an agent with keys requires both")
     if key_file is None:
         return None
     if Path(server_key).is_file():

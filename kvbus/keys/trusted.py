@@ -126,13 +126,13 @@ class TrustedKeys:
 def _lines(path: Path) -> list[Line]:
     lines = list[Line]()
     for text in read(path, require_unwritable, MAX_BYTES).decode(errors="replace").splitlines():
-        said: TrustedKey | ConfigError | None = None
+        parsed: TrustedKey | ConfigError | None = None
         if text.strip() and not text.startswith("#"):
             try:
-                said = TrustedKey.read(text)
+                parsed = TrustedKey.read(text)
             except ConfigError as error:
-                said = error
-        lines.append((text, said))
+                parsed = error
+        lines.append((text, parsed))
     return lines
 
 

@@ -130,13 +130,13 @@ void kvbus_copy_runs(const int64_t *outer, int64_t num_outer, const int64_t *uni
     if (!num_outer || !num_units || !num_inner)
         return;
     struct place ahead = next;
-    struct run run = {0, 0, 0}, one, asked;
+    struct run run = {0, 0, 0}, one, fetched;
     int64_t lines = (run_bytes + LINE - 1) / LINE, num_ahead = 0;
     int64_t unforeseen = lines < LINES_OF_RUN ? lines : LINES_OF_RUN;
     while (take(&next, &one)) {
-        while (num_ahead < LINES_AHEAD && take(&ahead, &asked)) {
+        while (num_ahead < LINES_AHEAD && take(&ahead, &fetched)) {
             for (int64_t line = 0; line < unforeseen; line++)
-                __builtin_prefetch(asked.from + line * LINE);
+                __builtin_prefetch(fetched.from + line * LINE);
             num_ahead += lines;
         }
         num_ahead -= lines;

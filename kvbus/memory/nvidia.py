@@ -28,5 +28,5 @@ def check_has_gpu() -> None:
     count = ctypes.c_int()
     if nvidia_driver().cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
         raise SegmentError(
-            "the NVIDIA driver shows this process no GPU: look at CUDA_VISIBLE_DEVICES"
+            "the NVIDIA driver shows this process no GPU: check CUDA_VISIBLE_DEVICES"
         )

@@ -114,12 +114,12 @@ def _refusal(error: OSError, size_bytes: int) -> SegmentError:
     )
 
 
-def shmem_word() -> str:
+def shmem_policy() -> str:
     try:
-        words = SHMEM_ENABLED.read_text(encoding="ascii")
+        policies = SHMEM_ENABLED.read_text(encoding="ascii")
     except OSError:
         return ""
-    return words.partition("[")[2].partition("]")[0]
+    return policies.partition("[")[2].partition("]")[0]
 
 
 # The kernel reads the advice when a page is first touched through the advised mapping.

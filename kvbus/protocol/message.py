@@ -5,7 +5,7 @@
         ...
         offer_id: OfferId
 
-The strings below classes and fields are the text of the protocol pages, in the words of these
+The strings below classes and fields are the text of the protocol pages, in the terms of these
 pages. A field without a string has the one below its type. Unknown fields are ignored, so a minor
 version may add some.
 """
@@ -107,7 +107,7 @@ class Role(StrEnum):
     """A tool that requests status and traces, and receives events."""
 
 
-HEARS_EVENTS = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
+EVENT_ROLES = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
 OFFER_ENDED = "offer_withdrawn offer_expired offer_completed engine_lost draining"
 """Refusals of every request about an offer that has ended."""
 
@@ -158,7 +158,7 @@ class Empty(Message, frozen=True):
 REQUESTS: dict[Socket, dict[str, type[Request[Any]]]] = {socket: {} for socket in Socket}
 NOTICES: dict[str, type[Message]] = {}
 EVENTS: dict[str, type[Message]] = {}
-_ASKERS: dict[str, frozenset[Role]] = {}
+_ALLOWED_ROLES: dict[str, frozenset[Role]] = {}
 Q = TypeVar("Q", bound=Request[Any])
 
 
@@ -180,7 +180,7 @@ def request(
         for socket in sockets:
             REQUESTS[socket][op] = kind
             if socket in PEER_SOCKETS:
-                _ASKERS[op] = kind.allowed_roles = frozenset(allowed_roles)
+                _ALLOWED_ROLES[op] = kind.allowed_roles = frozenset(allowed_roles)
         return kind
 
     return declare
@@ -206,11 +206,11 @@ def event(*ops: str) -> Callable[[type[M]], type[M]]:
 
 
 def may_request(roles: Iterable[Role], op: str) -> bool:
-    return not _ASKERS.get(op, frozenset()).isdisjoint(roles)
+    return not _ALLOWED_ROLES.get(op, frozenset()).isdisjoint(roles)
 
 
 def may_subscribe(roles: Iterable[str]) -> bool:
-    return not HEARS_EVENTS.isdisjoint(roles)
+    return not EVENT_ROLES.isdisjoint(roles)
 
 
 class ErrorBody(Message, frozen=True):
@@ -276,7 +276,7 @@ def _plain(detail: object) -> dict[str, Scalar]:
 def check_right(shown: str | None, *rights: str) -> None:
     """Raise `LocalError` (``forbidden``) unless ``shown`` is one of ``rights``."""
     if shown is None or not any(_equal(shown, right) for right in rights):
-        raise LocalError("that is not yours to ask", code=ErrorCode.FORBIDDEN)
+        raise LocalError("this role may not request it", code=ErrorCode.FORBIDDEN)
 
 
 def _equal(shown: str, right: str) -> bool:

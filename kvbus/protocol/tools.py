@@ -69,8 +69,8 @@ class Sharing(msgspec.Struct, frozen=True):
     closed: Text = ""
     """Reason why it neither lends nor maps memory, for people; empty if it may."""
     engines: dict[str, Text] = {}
-    """For each engine that a decode agent has met, ``open``, or the reason why its memory is not
-    mapped."""
+    """For each engine that a decode agent has connected to, ``open``, or the reason why its memory
+    is not mapped."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -157,7 +157,7 @@ class Predicted(Message, frozen=True):
     """Bytes that it would move."""
     decode_engine: EngineId
     path: Text = ""
-    """Path of the read. Empty if the engines have not met; then the prediction is a guess."""
+    """Path of the read. Empty if the engines have not connected; then the prediction is a guess."""
     num_observed: Size = 0
     """Number of handoffs from that agent on this path that have corrected the prediction."""
 

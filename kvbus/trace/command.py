@@ -56,7 +56,7 @@ class TraceQuery:
             await self._query_all(without_spans, Trace(**ids))
 
     @property
-    def told(self) -> list[AgentTrace]:
+    def answered(self) -> list[AgentTrace]:
         """One trace per agent, even if it has two addresses."""
         return list({one.answer.boot: one for one in self.traces.values()}.values())
 
@@ -103,7 +103,7 @@ def trace(
         typer.Option(
             metavar="ENDPOINT",
             help="An agent's peer address, tcp://HOST:PORT; for several agents once for each. A "
-            "decode agent names the prefill agent, which is asked as well.",
+            "decode agent names the prefill agent, which is queried as well.",
         ),
     ],
     timeout: Annotated[
@@ -125,7 +125,7 @@ def trace(
             raise problem
         warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
         typer.echo(printable(warning), err=True)
-    timeline = Timeline.of(query.told, now_s=time.monotonic())
+    timeline = Timeline.of(query.answered, now_s=time.monotonic())
     if not timeline.agents:
         raise KVBusError(_unknown(query))
     if as_one_json:
@@ -149,11 +149,11 @@ def _unknown(query: TraceQuery) -> str:
     if not query.traces:
         return (
             "no agent answered, so nothing is known; see that --peer is the peer address of one, "
-            "and what kvbus doctor --only peer --peer says of the way there"
+            "and what kvbus doctor --only peer --peer reports of the connection"
         )
-    names = ", ".join(one.answer.agent_id for one in query.told)
+    names = ", ".join(one.answer.agent_id for one in query.answered)
     return (
-        f"no agent remembers '{query.name}': asked {names}. Agents forget the oldest of what "
+        f"no agent remembers '{query.name}': queried {names}. Agents forget the oldest of what "
         "has ended (max_ended_bytes), and all of it when they end"
     )
 

@@ -1,4 +1,4 @@
-// Asks the agent again and again, and draws what it says. All text is set as text, never as HTML.
+// Polls the agent, and draws its status. All text is set as text, never as HTML.
 "use strict";
 
 const EVERY_MS = 1000, WITHIN_MS = 5000, RECENT = 60;
@@ -27,7 +27,7 @@ function sum(metrics, name) {
   return Object.entries(metrics).reduce((total, [key, value]) => key === name || key.startsWith(`${name}{`) ? total + value : total, 0);
 }
 
-/** What a histogram gained, by upper bound; the whole of it where there is no look before. */
+/** The growth of a histogram, by upper bound; all of it without an earlier poll. */
 function gained(now, then, name) {
   const bounds = [];
   for (const [key, value] of Object.entries(now)) {
@@ -163,7 +163,7 @@ async function open(id) {
 }
 
 async function drawRequest() {
-  const traced = await ask(`/trace?id=${encodeURIComponent(opened)}`);
+  const traced = await fetchJson(`/trace?id=${encodeURIComponent(opened)}`);
   const spans = traced.spans;
   at("request-title").textContent = spans.length ? `${spans[0].name} of ${rootOf(spans).attributes.request_id}` : "not remembered any more";
   const readers = traced.role === "decode" ? "" : ` --peer the decode agent's${keyOptions && " --server-key=its key"}`;
@@ -183,15 +183,15 @@ function quote(text) {
   return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
 }
 
-async function ask(path) {
+async function fetchJson(path) {
   const answer = await fetch(path, { signal: AbortSignal.timeout(WITHIN_MS) });
   if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim()}`);
   return answer.json();
 }
 
-async function look() {
+async function poll() {
   try {
-    const live = await ask(`/live?recent=${RECENT}`), status = live.status;
+    const live = await fetchJson(`/live?recent=${RECENT}`), status = live.status;
     if (before && before.boot !== live.boot) before = null;
     const isDecode = status.role === "decode", recent = live.recent.filter((spans) => spans.length);
     document.title = `kvbus ${status.agent_id}`;
@@ -207,7 +207,7 @@ async function look() {
     drawHandoffs(recent, live.now_s);
     if (opened) await drawRequest();
     before = live;
-    document.body.dataset.looks = String(shown += 1);
+    document.body.dataset.polls = String(shown += 1);
   } catch (error) {
     at("state").textContent = `the agent does not answer: ${error.message}`;
     at("state").className = "bad";
@@ -216,13 +216,13 @@ async function look() {
 }
 
 async function again() {
-  if (!paused && !document.hidden) await look();
+  if (!paused && !document.hidden) await poll();
   setTimeout(again, EVERY_MS);
 }
 
 at("pause").addEventListener("click", () => {
   paused = !paused;
-  at("pause").textContent = paused ? "Go on" : "Pause";
+  at("pause").textContent = paused ? "Resume" : "Pause";
   at("pause").setAttribute("aria-pressed", String(paused));
 });
 at("close").addEventListener("click", () => {

@@ -70,7 +70,7 @@ class StatusOptions:
             min=0.1,
             max=3600,
             metavar="SECONDS",
-            help="Time between the two looks at an HTTP port, whose rates are shown.",
+            help="Time between two polls of an HTTP port, over which rates are shown.",
         ),
     ] = 1.0
     events: Annotated[
@@ -87,10 +87,10 @@ class StatusOptions:
         int, typer.Option(min=0, metavar="N", help="End after so many events; 0: never.")
     ] = 0
     fetch: Annotated[
-        str, typer.Option(metavar="ID", help="Also tell what happened to this fetch.")
+        str, typer.Option(metavar="ID", help="Also show what happened to this fetch.")
     ] = ""
     offer: Annotated[
-        str, typer.Option(metavar="ID", help="Also tell what happened to this offer.")
+        str, typer.Option(metavar="ID", help="Also show what happened to this offer.")
     ] = ""
     timeout: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for one.")
@@ -113,7 +113,7 @@ class StatusOptions:
 
 @with_options(StatusOptions)
 def status(options: StatusOptions) -> None:
-    """Tell what agents hold and do now, or what happens at one.
+    """Show what agents hold and do now, or what happens at one.
 
     A peer address shows what the agent holds. An HTTP port also shows rates of handoffs and bytes,
     where their time goes, and current faults.
@@ -190,10 +190,10 @@ class HttpAgent:
                 connection.request("GET", "/live", headers=headers)
                 answer = connection.getresponse()
                 if answer.status != http.client.OK:
-                    said = answer.read(1000).decode(errors="replace").strip()
+                    reason = answer.read(1000).decode(errors="replace").strip()
                     wants_token = answer.status == http.client.UNAUTHORIZED
                     here = "; here by --token-file FILE" if wants_token else ""
-                    return f"{answer.status}: {said}{here}"
+                    return f"{answer.status}: {reason}{here}"
                 self.last = msgspec.json.decode(answer.read(MAX_BYTES), type=Live)
         except (OSError, http.client.HTTPException) as error:
             return f"{NONE}: {reason_of(error)}"
@@ -212,8 +212,8 @@ def _watch(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_
 
     views = read()
     if as_json:
-        told = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
-        write_json(told)
+        answers = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
+        write_json(answers)
     elif any(agent.was_answered for agent in agents):
         time.sleep(every_s)
         write_text(text_of(screen(read())))
@@ -284,10 +284,10 @@ class Lines(EventListener):
         if topic in self.received:
             self._write(boot, "gap", {"topic": topic})
 
-    def _write(self, boot: str, event: str, told: Mapping[str, Any]) -> None:
+    def _write(self, boot: str, event: str, body: Mapping[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
         ours = {"at": at, "agent": self.agent, "boot": boot, "event": event}
-        line = {**ours, **told, **ours}  # event bodies cannot override these fields
+        line = {**ours, **body, **ours}  # event bodies cannot override these fields
         if not self.ended.is_set() and not write_text(json_text(line) + "\n"):
             self.ended.set()
 
@@ -298,9 +298,9 @@ async def _follow(
     """Print ``count`` events; 0 means no limit. Raises `KVBusError`."""
     status = await _await_status(peer, curve)
     if not status.events_endpoint:
-        raise ConfigError("the agent is of an earlier version, which does not tell of its events")
+        raise ConfigError("the agent is of an earlier version, which publishes no events endpoint")
     if status.view is not None and status.view.roles and not may_subscribe(status.view.roles):
-        wrong = f"our key is trusted there as {' and '.join(status.view.roles)}, which hears no"
+        wrong = f"our key is trusted there as {' and '.join(status.view.roles)}, which receives no"
         raise KVBusError(f"{wrong} events; wanted is {TRUSTED}", code=ErrorCode.FORBIDDEN)
     lines = Lines(status.agent_id, request, count or -1)
     keys, server_key = (curve.keys, curve.server_key) if curve else (None, "")
@@ -338,7 +338,7 @@ async def _await_status(
             if not (retries_refusals or isinstance(error, RequestTimeout)):
                 raise
             if not is_reported:
-                _note(f"no answer from {peer}, which is asked again: {error.message}")
+                _note(f"no answer from {peer}, retrying: {error.message}")
             is_reported = True
             await anyio.sleep(RETRY_S)
 

@@ -123,7 +123,7 @@ def _holdings(view: Between) -> Iterator[tuple[str, str]]:
     if status.sharing is not None:
         yield "NIXL listens at", ", ".join(status.data_endpoints) or "no TCP port"
     elif not view.now.boot:  # an HTTP port never reports it
-        yield "NIXL listens at", "told with a key, or to the user of the agent"
+        yield "NIXL listens at", "reported only to a trusted key, or to the user of the agent"
     if sharing.closed:
         yield "shared memory", sharing.closed
     if sharing.path:

@@ -114,9 +114,9 @@ def connect_to_agent(path: Path) -> socket.socket:
         agent = PeerIdentity.of(connected)
         if agent.uid != os.geteuid():
             raise ConfigError(
-                f"who listens at {path} is of uid {agent.uid} (pid {agent.pid}), not of ours "
-                f"({os.geteuid()}): no memory is passed; run both as one user, and look who made "
-                "that socket",
+                f"the process that listens at {path} has uid {agent.uid} (pid {agent.pid}), not "
+                f"ours ({os.geteuid()}): no memory is passed; run both as one user, and check "
+                "which process created that socket",
                 uid=agent.uid,
                 pid=agent.pid,
             )

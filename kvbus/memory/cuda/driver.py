@@ -101,7 +101,7 @@ def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
     torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped; its error has the reason
     found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
     if not found:
-        raise RuntimeError("no GPU is visible: look at CUDA_VISIBLE_DEVICES")
+        raise RuntimeError("no GPU is visible: check CUDA_VISIBLE_DEVICES")
     gpus = [(gpu_uuid(number), one.name, one.total_memory) for number, one in enumerate(found)]
     return torch.version.cuda, gpus
 

@@ -187,8 +187,8 @@ def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: floa
                 raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
             if time.monotonic() > deadline:
                 raise LocalError(
-                    f"the engine's GPU work was not done within {timeout_s:g} s after it was said "
-                    "to be ready",
+                    f"the engine's GPU work did not finish within {timeout_s:g} s after it was "
+                    "announced as ready",
                     code=ErrorCode.TIMEOUT,
                 )
             time.sleep(POLL_S)

@@ -10,8 +10,8 @@ from kvbus_decode.fetch.entry import FetchLimits
 from kvbus_decode.read_table import ReadLimits
 
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
-WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
-Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
+EXPECTED = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
+Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"expected": EXPECTED})]
 
 COMMIT_GRACE_S = 1.0
 SAMPLED_ONE_IN = 64

@@ -369,7 +369,7 @@ def _check(reply: MemoryLent, fds: list[int], boot: str, wanted: Mapping[Segment
             raise ProtocolError(f"the handshake names no {name}")
         if segment.size_bytes < least_bytes:
             raise ProtocolError(
-                f"{name} has {segment.size_bytes} bytes, the handshake says {least_bytes}"
+                f"{name} has {segment.size_bytes} bytes, the handshake requires {least_bytes}"
             )
 
 

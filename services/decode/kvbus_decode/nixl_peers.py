@@ -182,6 +182,6 @@ def _unconnected(endpoint: str, error: TransferFailed) -> TransferFailed:
     return TransferFailed(
         f"NIXL does not connect to the agent at {endpoint}: {error.message}. Is what its "
         "data_interfaces (UCX_NET_DEVICES) names on a network that this machine reaches? kvbus "
-        "doctor --peer looks",
+        "doctor --peer checks it",
         endpoint=endpoint,
     )

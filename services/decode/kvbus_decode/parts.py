@@ -316,7 +316,7 @@ class PartServer:
             call.reply(Empty())
             return
         if part.cancelled_by is not None:
-            part.cancelled_by.refuse(LocalError("it was asked again", code=ErrorCode.BUSY))
+            part.cancelled_by.refuse(LocalError("it was requested again", code=ErrorCode.BUSY))
         part.cancelled_by = call
         self._dispatch(ev.CancelRequested(part.key, None))  # `_end` replies
 

@@ -219,7 +219,7 @@ class PeerDirectory(EventListener):
 
     def _see_boot(self, peer: Peer, _: str) -> None:
         if peer.remote.boot:
-            peer.remote.close("came back as a new process")
+            peer.remote.close("restarted")
         self.found(peer)
 
     def _lose(self, remote: RemoteAgent) -> None:

@@ -102,7 +102,7 @@ class Peer:
         self.is_refused = True
         raise RemoteError(
             f"the prefill agent at {self.endpoint} has not answered for {client.silent_s:.0f} s; "
-            "it is asked again and again",
+            "requests are retried",
             code=ErrorCode.PEER_UNREACHABLE,
             endpoint=self.endpoint,
             retry_after_s=RETRY_S,
@@ -175,7 +175,7 @@ class RemoteAgent:
         if self.closed or isinstance(error, LocalError):
             return
         if of in ("memory", "lease") and isinstance(error, PeerLost):
-            self.close("came back as a new process")
+            self.close("restarted")
             return
         if of == "read" and error.code == ErrorCode.PEER_LOST and source.nixl_peer is not None:
             source.nixl_peer.break_off()

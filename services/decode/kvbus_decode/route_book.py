@@ -38,7 +38,7 @@ from kvbus_decode.route import Route, add_remotes, placed_ranks
 log = structlog.get_logger()
 
 LATE_S = 0.5
-"""Extra time of a handshake after its requests, as their errors say more."""
+"""Extra time of a handshake after its requests, as their errors explain more."""
 MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
 """Limits above which a new route closes the least used ones: the end of an engine can be missed."""
 

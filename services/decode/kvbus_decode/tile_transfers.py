@@ -180,7 +180,7 @@ class ZeroWork:
 #
 #     read       READ, copy ──▶ all has landed
 #     ours                      ├─ digests ───────────────┐
-#     holder                    └─ask─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ commit
+#     holder                    └─req─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ commit
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareWork:
@@ -247,7 +247,7 @@ class CompareWork:
         found, counts, chunk = self.found[rank], stage.context.digests, self.chunk
         if expected.size != found.size:
             return RemoteError(
-                f"the prefill agent told {expected.size} digests, {found.size} pieces are compared",
+                f"the prefill agent sent {expected.size} digests for {found.size} blocks",
                 code=ErrorCode.INVALID,
             )
         wrong = np.flatnonzero(expected != found)

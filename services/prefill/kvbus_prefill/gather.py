@@ -110,7 +110,7 @@ class Packing:
         engine.check_rank_secret(request.rank_secret)
         if engine.memory_id != request.memory_id:
             raise LocalError(
-                f"engine '{request.engine_id}' came back with other memory",
+                f"engine '{request.engine_id}' registered again with other memory",
                 code=ErrorCode.STALE,
                 engine_id=request.engine_id,
                 theirs=request.memory_id,
@@ -237,7 +237,7 @@ class Packing:
         if num_pieces(tile) > MAX_DIGESTS:
             raise GeometryError(
                 f"a tile of {num_pieces(tile)} pieces, digests are made of at most {MAX_DIGESTS}: "
-                "ask for a smaller one",
+                "request a smaller one",
                 field="tile",
             )
         slot_region(group, tile)  # raises for a tile outside the group
@@ -323,7 +323,7 @@ def _gather_of(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gath
     num_bytes = slot_bytes(group, pack.tile)
     if num_bytes > max_bytes:  # before `slot_region`, which is slow and large for a huge tile
         raise GeometryError(
-            f"a tile of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
+            f"a tile of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: request a "
             "smaller one",
             tile_bytes=num_bytes,
             slot_bytes=max_bytes,

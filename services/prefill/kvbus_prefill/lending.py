@@ -158,7 +158,7 @@ class MemoryLender:
             raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
         engine = self._agent.engines.part(wanted.engine_id, (), rank_secret=wanted.rank_secret)
         if engine.memory_id != wanted.memory_id:
-            raise LocalError("the engine came back with other memory", code=ErrorCode.STALE)
+            raise LocalError("the engine registered again with other memory", code=ErrorCode.STALE)
         if closed := self.socket_for(engine).closed:
             raise LocalError(f"the memory is not lent: {closed}", code=ErrorCode.CONFIG)
         return engine

@@ -74,7 +74,7 @@ class PrefillService(Service):
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
             ev.ReportReleased: self._report_released,
-            ev.Publish: lambda told: agent.publisher.publish(told.op, told.body),
+            ev.Publish: lambda event: agent.publisher.publish(event.op, event.body),
         }
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
@@ -184,9 +184,9 @@ class PrefillService(Service):
             raise _not_ready()
         self._forward(request, call)
 
-    def _end_republishing(self, told: Republished, call: Call) -> None:
+    def _end_republishing(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
-        for ended in told.ended:
+        for ended in message.ended:
             self._driver.dispatch(ev.Restored(engine.engine_id, ended))
         self._agent.engines.see_republished(engine)
         call.reply(Empty())
@@ -278,7 +278,7 @@ class PrefillService(Service):
 
     # The reader has a ticket of the engine, or may shake hands ahead of it. An agent that has only
     # ranks of the engine knows no tickets. Its readers show the secret that the engine's home hands
-    # out. Nothing is disclosed or looked up before these checks.
+    # out. Nothing is disclosed or searched before these checks.
     def _engine_for(self, handshake: Handshake) -> LocalEngine:
         engines, wanted = self._agent.engines, handshake.engine_id
         if handshake.ranks:

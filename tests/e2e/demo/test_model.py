@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.spec_text import ModelWords, read_words
+from kvbus.spec_text import ModelFields, read_fields
 from tests.support.examples import num_examples
 
 KINDS = {"gqa": "kv_heads=4 head=16", "mla-window": "attention=mla head=24 window=20"}
@@ -22,7 +22,7 @@ NUM_STEPS = 4
 
 def spec_of(kind: str, *words: str) -> EngineSpec:
     text = " ".join((KINDS[kind], "layers=4", f"model={kind}", *words))
-    return read_words("model", text, ModelWords).engine("alone")
+    return read_fields("model", text, ModelFields).engine("alone")
 
 
 def small(kind: str, *words: str, seed: int = 0) -> Transformer:

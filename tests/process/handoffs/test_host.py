@@ -172,7 +172,7 @@ async def test_a_fetch_that_waits_for_room_fails_and_was_not_asked_for(
 REFUSED: list[tuple[int, dict[str, list[int]], str]] = [
     (17, {"full": [3]}, "need 2 blocks from block 0 on, the table has 1"),
     (16, {"full": [3], "other": [1]}, "the engine has no group other"),
-    (21, {"full": [3, 4]}, "21 tokens are said to be ready, of 20"),
+    (21, {"full": [3, 4]}, "num_tokens must be 0 to 20, not 21"),
     (16, {"full": [-3]}, "block ids must be"),
     (16, {"full": [3], "state": [1, 2]}, "need 1 blocks from block 0 on, the table has 2"),
 ]

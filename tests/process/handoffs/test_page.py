@@ -42,7 +42,7 @@ async def visited(agent: AgentProcess, scheme: Scheme = "light") -> AsyncIterato
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", note)
         await page.goto(page_url)
-        await expect(page.locator("body")).to_have_attribute("data-looks", re.compile("[2-9]|.."))
+        await expect(page.locator("body")).to_have_attribute("data-polls", re.compile("[2-9]|.."))
         yield page
         darker, lighter = sorted([luminance(await page.evaluate(js)) for js in COLOURS])
         assert (lighter + 0.05) / (darker + 0.05) >= 7, "WCAG 2.2, contrast (enhanced)"
@@ -68,8 +68,8 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
             await expect(line).to_contain_text("completed")
             await page.locator("#handoffs button").first.focus()
             await page.keyboard.press("ArrowDown")
-            looks = str(await page.locator("body").get_attribute("data-looks"))
-            await expect(page.locator("body")).not_to_have_attribute("data-looks", looks)
+            looks = str(await page.locator("body").get_attribute("data-polls"))
+            await expect(page.locator("body")).not_to_have_attribute("data-polls", looks)
             assert await focused_id(page) == fetch.fetch_id
             await page.keyboard.press("Enter")
             await expect(page.locator("#waterfall")).to_contain_text("committing")

@@ -53,11 +53,11 @@ def test_a_process_that_listens_elsewhere_ends() -> None:
     assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("look", ["watch", "look_at_next"])
+@pytest.mark.parametrize("look", ["watch", "check_until_done"])
 async def test_ucx_endpoints_are_looked_up_again_after_failed_look(
     monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("kvbus.agent.data_plane.CHECK_AGAIN_S", 0.01)
     error = LocalError("no descriptor is left")
     plane = DataPlane(("lo",), played(("127.0.0.1", 7), errors=[error, error]))
     with capture_logs() as logged:

@@ -308,7 +308,7 @@ def test_commands_ask_agents_with_the_keys_of_their_options(
     status = ("status", prefill.peer)
     trace = ("trace", "never", "--peer", prefill.peer, "--peer", decode.peer, "--key-file", secret)
     wrong = [
-        (status, 1, "uses keys: ask it with a key of our own and its server key"),
+        (status, 1, "uses keys: give a key of our own and its server key"),
         ((*status, "--key-file", secret), 2, "--server-key: needed as well"),
         ((*status, "--key-file", stranger, keys[0]), 1, "refused our key"),
         ((*trace, keys[0]), 2, "given 1 times for 2 agents"),

@@ -46,7 +46,7 @@ async def test_engine_passes_no_memory_to_impostor_of_agent(of_anybody: Path) ->
             listener.bind(str(attach))
             listener.listen()
         attach.chmod(0o777)
-        with pytest.raises(ConfigError, match=f"is of uid {NOBODY}"):
+        with pytest.raises(ConfigError, match=f"has uid {NOBODY}"):
             await Link(attach, make_spec()).__aenter__()
         accepted, _ = listener.accept()
         with accepted:

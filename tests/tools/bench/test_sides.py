@@ -177,7 +177,7 @@ def test_side_ended_in_mid_run_is_named_in_error_of_other_side(trio: Trio, endin
         assert (status, errors.splitlines()[-1]) == (130, f"bench-{ending}: ended by Ctrl-C")
     error = other_errors.splitlines()[-1]
     assert (other_status, status) == (1, -9 if ending == "prefill" else 130)
-    assert f"look at the error of kvbus bench-{ending}" in error or "engine_lost" in error
+    assert f"see the error of kvbus bench-{ending}" in error or "engine_lost" in error
 
 
 def line_of(case: str = "one-block", mib: int = 1) -> str:

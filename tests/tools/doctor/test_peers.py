@@ -103,7 +103,7 @@ def test_faults_that_agents_report_are_shown_with_what_to_do() -> None:
 
     found = look_at(of("prefill"), of("decode", faults=[silent, lost], sharing=HERE))
 
-    hidden = "what is wrong is told with a key, or to the user of the agent"
+    hidden = "the agent reports faults only to a trusted key, or to its own user"
     assert found["faults"]["found"] == hidden
     assert found["reader_faults"]["severity"] == "warning"
     assert found["reader_faults"]["found"] == "it is silent; lines are lost"

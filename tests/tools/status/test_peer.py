@@ -163,7 +163,7 @@ def test_key_without_right_is_told_so_and_not_counted_as_refused(
         pass
 
     assert (deaf.exit_code, deaf.stdout, len(deaf.stderr.splitlines())) == (1, "", 1)
-    assert "trusted there as prefill, which hears no events" in deaf.stderr
+    assert "trusted there as prefill, which receives no events" in deaf.stderr
     assert not turned_away
     assert (stranger.exit_code, "refused our key" in stranger.stderr) == (1, True)
 
@@ -250,7 +250,7 @@ def test_a_missing_engine_and_a_needed_token_are_shown(fresh: Agents, folder: Pa
     shown, of_http = status(agent.peer), status(str(agent.settings["http_bind"]))
 
     assert "no engine is attached" in shown.stdout
-    assert "Start one; the agent's log says who was refused." in shown.stdout
+    assert "Start one; the agent's log lists the refused ones." in shown.stdout
     assert of_http.exit_code == 1
     assert "here by --token-file FILE" in of_http.stderr
 

@@ -152,7 +152,7 @@ async def test_lookups_are_bounded_and_delay_no_client(bus: Bus, names: NameServ
     assert len(names.asked) == MAX_LOOKUPS
     assert replies == [[Echoed(number=7)]] * 5
     assert isinstance(too_many, RemoteError)
-    assert "32 other names are being looked up" in too_many.message
+    assert "32 other names are being resolved" in too_many.message
 
 
 async def test_unknown_name_is_reported_and_tried_again(bus: Bus, names: NameServer) -> None:

@@ -139,7 +139,7 @@ def refuse() -> PassingAnswer:
 
 LIES: dict[str, Lie | tuple[Any, str]] = {
     "another boot": Lie("another agent listens", boot="another"),
-    "too small": Lie("the handshake says", segments=((0, "kv", -PAGE),), files=(-PAGE,)),
+    "too small": Lie("the handshake requires", segments=((0, "kv", -PAGE),), files=(-PAGE,)),
     "smaller than said": Lie("were claimed", files=(-PAGE,)),
     "no memory": Lie("not a memory file", files=(None,)),
     "no descriptor": Lie("came with 0 descriptors", files=()),
@@ -239,7 +239,7 @@ async def test_who_listens_as_another_user_is_told_nothing(here: Borrowing) -> N
             listener.listen()  # the kernel remembers who does this
         finally:
             os.seteuid(0)
-        assert f"of uid {NOBODY}" in str(await here.borrow_here())
+        assert f"has uid {NOBODY}" in str(await here.borrow_here())
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.recv(1) == b""

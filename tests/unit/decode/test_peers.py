@@ -77,7 +77,7 @@ async def test_refused_connect_keeps_routes(folder: Path, monkeypatch: pytest.Mo
 async def test_moved_agent_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbus_decode.preconnect.RETRY_S", 0.05)
     told = ["127.0.0.9"]
-    monkeypatch.setattr("kvbus.bus.connection.look_up_all", lambda _: told)
+    monkeypatch.setattr("kvbus.bus.connection.resolve_all", lambda _: told)
 
     def named(source: PrefillAgent) -> str:
         return f"tcp://prefill:{endpoint(source).rpartition(':')[2]}"
@@ -95,7 +95,7 @@ async def test_moved_agent_is_found_by_name(folder: Path, monkeypatch: pytest.Mo
         await until(lambda: len(list(both.routes)) == 1)
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["told", "event missed"])
+@pytest.mark.parametrize("is_reported", [True, False], ids=["reported", "event missed"])
 async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_reported: bool
 ) -> None:

@@ -82,7 +82,7 @@ K: dict[Any, torch.Tensor] = {place: torch.zeros(SHAPE, dtype=torch.float16) for
         (K, "block token heads dim", "unknown axis 'heads'"),
         (K, "block token head", "its 4 axes are not"),
         (K, "block token token dim", "each once"),
-        (K, "block head token dim", "of shape .*axis 'token' has size 2, the spec says 4"),
+        (K, "block head token dim", "of shape .*axis 'token' has size 2, the spec requires 4"),
         ({**K, (0, "k"): K[0, "k"].double()}, None, "of float64, group 'full' of float16"),
         ({**K, (0, "k"): K[0, "k"][:3]}, None, "differ in blocks"),
         ({**K, (0, "k"): K[0, "k"][:1].expand(SHAPE)}, None, "elements overlap"),

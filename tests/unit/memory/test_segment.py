@@ -11,7 +11,7 @@ import pytest
 
 from kvbus.engine import RankMemory
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory.segment import HugePages, SharedSegment, huge_bytes, shmem_word
+from kvbus.memory.segment import HugePages, SharedSegment, huge_bytes, shmem_policy
 from tests.support.memories import NHD
 from tests.unit.engine.recording import SPEC
 
@@ -82,7 +82,7 @@ def test_a_segment_that_fails_after_it_was_mapped_is_unmapped() -> None:
 @pytest.mark.parametrize("wanted", [True, "advise"])
 def test_huge_pages_are_used_where_there_are_any(wanted: Literal[True, "advise"]) -> None:
     has_free = "HugePages_Free:        0\n" not in Path("/proc/meminfo").read_text()
-    gives = has_free if wanted is True else shmem_word() in GIVING_WORDS
+    gives = has_free if wanted is True else shmem_policy() in GIVING_WORDS
     with SharedSegment(SIZE_BYTES, huge_pages=wanted) as segment:
         assert segment.uses_huge_pages == gives
         assert (huge_bytes(segment.address) > 0) == gives or wanted is True
@@ -109,6 +109,6 @@ def test_lack_of_huge_pages_is_logged(asked: HugePages, caplog: pytest.LogCaptur
         memory = RankMemory.allocate(SPEC, 0, NHD, num_blocks=4, huge_pages=asked)
         memory.close()
     lines = [record.getMessage() for record in caplog.records]
-    must_tell = asked == "advise" and shmem_word() not in GIVING_WORDS
+    must_tell = asked == "advise" and shmem_policy() not in GIVING_WORDS
     assert len(lines) == must_tell
     assert all("shmem_enabled" in line and SPEC.engine_id in line for line in lines)

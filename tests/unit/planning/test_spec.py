@@ -118,7 +118,7 @@ def test_optional_group_that_other_side_lacks_is_not_read(tmp_path: Path, has_it
         (f"attention=mla,{SMALL}", "kv_heads is left out with attention=mla"),
         ("window=9,kv_heads=8,head=128,layers=1", "layers is 2 or more"),
         ("head=128,layers=4", "kv_heads is left out with attention=mla, and needed without"),
-        ("kv_heads=8,head=128", "'layers' is missing; --help says what a SPEC is"),
+        ("kv_heads=8,head=128", "'layers' is missing; --help describes a SPEC"),
         (f"tp=1,tp=2,{SMALL}", "'tp=2' is not a key=value that is given once"),
         (f"tpp=1,{SMALL}", "'tpp' is unknown"),
         (f"{SMALL},tp", "'tp' is not a key=value"),

@@ -53,7 +53,7 @@ OTHER_MEMORY: list[Wrong] = [
     ({"agent_boot": "earlier"}, STALE, "earlier process"),
     ({"engine_id": "another"}, ErrorCode.ENGINE_LOST, "has ended"),
     ({"memory_id": "earlier"}, STALE, "other memory"),
-    ({"rank_secret": SECRET}, FORBIDDEN, "not yours"),
+    ({"rank_secret": SECRET}, FORBIDDEN, "may not request"),
 ]
 OTHER_TILE: list[Wrong] = [
     ({"offer_id": "another"}, ErrorCode.OFFER_UNKNOWN, "no offer"),
@@ -72,13 +72,13 @@ WRONG: dict[str, list[Wrong]] = {
     "check": OTHER_MEMORY,
     "digest": [
         *(*OTHER_MEMORY, *OTHER_TILE),
-        ({"secret": SECRET}, FORBIDDEN, "not yours"),
+        ({"secret": SECRET}, FORBIDDEN, "may not request"),
         ({"tile.num_heads": 2**31 - 1}, GEOMETRY, "smaller one"),
     ],
     "pack": [
         *(*OTHER_MEMORY, *OTHER_TILE),
         ({"epoch": 2}, STALE, "not live"),
-        ({"token": SECRET}, FORBIDDEN, "not yours"),
+        ({"token": SECRET}, FORBIDDEN, "may not request"),
         ({"table": BlockTable.of([7, 3, 7])}, GEOMETRY, "twice"),
         ({"tile.num_heads": 2**31 - 1}, GEOMETRY, "larger than a slot of 65536 bytes"),
     ],

@@ -73,9 +73,9 @@ def test_shares_add_up_to_the_whole_whatever_the_clocks_say(offset_s: float) -> 
         {
             "reading": 4.5,
             "waiting for prefill to compute": 2.5,
-            "computing the prompt, before a decode engine asked for it": 1.0,
+            "computing the prompt, before a decode engine requested it": 1.0,
             "waiting for the lease of the offer": 1.0,
-            "asking whether the bytes are good": 1.0,
+            "confirming that the bytes are valid": 1.0,
         }
     )
     assert next(iter(found.shares())) == "reading"
@@ -109,7 +109,7 @@ def test_what_no_stage_of_an_agent_covers_is_named(
     assert timeline(decode(*of_fetch), prefill(*of_offer)).shares() == shares
 
 
-COMPUTING = "computing the prompt, before a decode engine asked for it"
+COMPUTING = "computing the prompt, before a decode engine requested it"
 
 
 @pytest.mark.parametrize(

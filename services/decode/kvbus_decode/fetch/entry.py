@@ -245,7 +245,7 @@ class FetchEntry:
             wanted = max(request.first_token, granted.num_tokens)
             self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
         if granted.sealed and granted.num_tokens < wanted:
-            message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
+            message = f"the offer has {granted.num_tokens} tokens, {wanted} were requested"
             raise LocalError(message, num_tokens=granted.num_tokens)
         if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"

@@ -103,7 +103,7 @@ class TurnCame(Value, frozen=True):
 
 
 class Answered(Value, frozen=True):
-    """The reply to an `Ask` (to `AwaitOffer`: the ticket), or an error.
+    """The reply to a `SendRequest` (to `AwaitOffer`: the ticket), or an error.
 
     A lease counts from ``sent_at``.
     """
@@ -163,7 +163,7 @@ TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
-# Ask, FindRoute, ReadChunk, RequestRemoteParts and EndEarlierParts are answered exactly once.
+# SendRequest, FindRoute, ReadChunk, RequestRemoteParts and EndEarlierParts get exactly one answer.
 
 
 class SendRequest(Value, frozen=True):

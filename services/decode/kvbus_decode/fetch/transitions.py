@@ -40,7 +40,7 @@ COMPLETED, FAILED, CANCELLED = ENDS
 Commands = list[ev.Command]
 
 REASON_SHARE = 0.9
-"""Share of the remaining time for a handshake, whose error says more than a timeout."""
+"""Share of the remaining time for a handshake, whose error explains more than a timeout."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
 EARLY = (ErrorCode.BUSY, ErrorCode.OFFER_OPEN)
 RETRIED = frozenset(
@@ -64,7 +64,7 @@ RETRY_S, MAX_RETRY_S = 0.05, 1.0
 
 READ_HINT = (
     ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
-    "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
+    "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer checks it"
 )
 
 

@@ -259,9 +259,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     # may only reconnect, as after a restart of its agent, which takes a moment.
     #
     #     engine  ready ──┤ gone                  grace ends
-    #     asked     └─────┴▶ engine_lost              │
-    #     asked               └───────────────────────┴▶ busy: the reader retries
-    #     asked                                            └▶ engine_not_ready, if none is ready
+    #     await     └─────┴▶ engine_lost              │
+    #     await               └───────────────────────┴▶ busy: the reader retries
+    #     await                                            └▶ engine_not_ready, if none is ready
     def _within_grace(
         self, event: ev.RequestReceived[Any], message: AwaitOffer, now: float
     ) -> ev.RequestReceived[Any]:

@@ -274,7 +274,7 @@ def _check_room(
     )
 
 
-# A commit asks whether the bytes that were read are valid. Proof that a successful commit is right:
+# A commit confirms that the read bytes are valid. Proof that a successful commit is right:
 #
 #     engine  last write                                      ▶ released, blocks written again
 #     offer       │      sealed ────────────────────────────────▶┘
@@ -341,7 +341,7 @@ def _without_lease(offer: OfferEntry, event: ev.RequestReceived[Commit]) -> Loca
     who = event.message.reader_id, event.holder
     mine = [one.end for one in offer.leases.values() if (one.reader_id, one.holder) == who]
     return LocalError(
-        "the reader has no live lease, so it must say which blocks it has read",
+        "the reader has no live lease, so it must list the blocks that it has read",
         code=(mine and mine[-1]) or ErrorCode.STALE,
         offer_id=offer.offer_id,
     )
