@@ -73,7 +73,9 @@ def tables_of(
         first, end = start // size, num_blocks_for(stop, size)
         first_whole = first // num_kernel
         whole = _needed(group, ids, first_whole, num_blocks_for(end, num_kernel))
-        split = [one * num_kernel + at for one in whole for at in range(num_kernel)]
+        split = whole
+        if num_kernel > 1:
+            split = [one * num_kernel + at for one in whole for at in range(num_kernel)]
         skipped = first - first_whole * num_kernel
         tables.block_ids[group.name] = split[skipped : skipped + end - first]
         tables.first_blocks[group.name] = first
