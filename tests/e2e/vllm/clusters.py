@@ -128,9 +128,9 @@ CLUSTERS: Mapping[str, Shape] = {
         Side("0", "drafted", block_size=SMALLER, drafts=_EAGLE, settings=_EXPIRES),
         Side("1", "drafted", block_size=LARGER, drafts=_EAGLE, settings=_TIMES_OUT),
     ),
-    # Two engines of one server, each with a registration at the one agent.
+    # Two engines of each server, each with a registration at the one agent.
     "ranks": Shape(
-        Side("0", block_size=SMALLER, settings=_EXPIRES),
+        Side("0|1", block_size=SMALLER, dp=2, settings=_EXPIRES),
         Side("0|1", block_size=LARGER, dp=2, settings=_TIMES_OUT),
     ),
     # The state of a request is in one block. Its group of channels for all heads is on both ranks

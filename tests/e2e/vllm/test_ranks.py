@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a decode server: engines of their own, at one agent."""
+"""Data-parallel ranks of both servers: engines of their own, at one agent."""
 
 import pytest
 
@@ -8,9 +8,9 @@ CLUSTER = "ranks"
 NUM_PROMPTS = 12
 
 
-@pytest.mark.kind("data-parallel ranks of decode", on="servers")
+@pytest.mark.kind("data-parallel ranks on both sides", on="servers")
 @pytest.mark.long
-def test_each_rank_loads_what_it_decodes(pair: Cluster) -> None:
+def test_each_rank_offers_its_prompts_and_loads_what_it_decodes(pair: Cluster) -> None:
     prompts = [prompt_of(40 + 17 * number, seed=number) for number in range(NUM_PROMPTS)]
     alone = [pair.alone(prompt) for prompt in prompts]
     before = pair.moved()
@@ -19,5 +19,6 @@ def test_each_rank_loads_what_it_decodes(pair: Cluster) -> None:
 
     assert said == alone
     assert pair.moved() > before
-    loaded = {rank: pair.decode.metric("kvbus_loads_total", engine=rank) for rank in ("0", "1")}
-    assert all(loaded.values()), loaded
+    for server, name in ((pair.prefill, "offers"), (pair.decode, "loads")):
+        by_rank = [server.metric(f"kvbus_{name}_total", engine=rank) for rank in ("0", "1")]
+        assert all(by_rank), (name, by_rank)
