@@ -145,6 +145,12 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         f"the KV cache is quantised as {cache.cache_dtype}: kvbus hands off fp8 with one scale a "
         "tensor. Start vLLM with --kv-cache-dtype fp8, fp8_e5m2 or auto",
     )
+    require(
+        not vllm_config.model_config.enable_sleep_mode,
+        "enable_sleep_mode",
+        "sleep mode frees the KV cache while the agent has it mapped. Start vLLM without "
+        "--enable-sleep-mode",
+    )
     speculative = vllm_config.speculative_config
     require(
         speculative is None or not speculative.uses_extract_hidden_states(),

@@ -249,6 +249,11 @@ REFUSED = {
     "prefill contexts": Refused(
         PREFILL_CONTEXTS, config={f"parallel_config.{PREFILL_CONTEXTS}": 2}
     ),
+    "sleep": Refused(
+        "enable_sleep_mode",
+        "--enable-sleep-mode",
+        config={"model_config.enable_sleep_mode": True},
+    ),
     "hidden states": Refused(
         "speculative_config",
         "hidden states",
