@@ -186,10 +186,10 @@ def test_failed_load_is_not_taken_for_good_with_steps_ahead(
     decode = engines.decode
     with halted([engines.agents.all[0].pid]):
         other = decode.ask(other_prompt, 3, others)
-        steps = [decode.scheduler.schedule()]
+        steps = [decode.schedule()]
         answer = decode.ask(PROMPT, 3, WRONG["without ticket"](params), cache_salt="wrong")
         for _ in range(2):
-            steps.append(decode.scheduler.schedule())
+            steps.append(decode.schedule())
             decode.compute(steps.pop(0))
         decode.compute(steps.pop(0))
 
