@@ -13,22 +13,23 @@ Place = tuple[list[torch.Tensor], Any]
 """Tensors of blocks, and vLLM's names of some."""
 
 
-class Copies(OffloadingWorker):
-    """Copies whole blocks at once; a chunk of host memory is one block."""
+class Spec(CPUOffloadingSpec, OffloadingWorker):
+    """Is its own worker, which copies at once; a chunk of host memory is one block."""
 
-    def __init__(self, caches: CanonicalKVCaches, num_chunks: int) -> None:
-        self._caches = [one.tensor for one in caches.tensors]
-        self._kept = [one.new_zeros((num_chunks, *one.shape[1:])) for one in self._caches]
-        self._done: list[TransferResult] = []
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        self.caches = [one.tensor for one in kv_caches.tensors]
+        self.kept = [one.new_zeros((self.num_chunks, *one.shape[1:])) for one in self.caches]
+        self.done: list[TransferResult] = []
+        return self
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, (self._caches, src_spec), (self._kept, dst_spec))
+        return self._copy(job_id, (self.caches, src_spec), (self.kept, dst_spec))
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, (self._kept, src_spec), (self._caches, dst_spec))
+        return self._copy(job_id, (self.kept, src_spec), (self.caches, dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
-        done, self._done = self._done, []
+        done, self.done = self.done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
@@ -38,10 +39,5 @@ class Copies(OffloadingWorker):
         here, there = (torch.from_numpy(spec.block_ids).long() for _, spec in (source, target))
         for tensor, copied in zip(source[0], target[0], strict=True):
             copied[there] = tensor[here]
-        self._done.append(TransferResult(job_id, success=True))
+        self.done.append(TransferResult(job_id, success=True))
         return True
-
-
-class Spec(CPUOffloadingSpec):
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return Copies(kv_caches, self.num_chunks)

@@ -30,16 +30,14 @@ from tests.support.agents import Agents, wait_until
 
 NUM_BEHIND = 100
 """Requests that would take longer than a test may, if vLLM waited a second for each."""
-BRIEF_S = 4.0
-"""A load waits for so long for the agent that comes after a lost one."""
 SEEDS = count(100)
 BY_SIGNAL = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 
 
 @pytest.fixture
 def brief(agents: Agents, engine_of: EngineOf) -> Iterator[Pair]:
-    """As `engines`, whose loads do not wait for long."""
-    with pair_of(agents, engine_of, fetch_timeout_s=BRIEF_S) as made:
+    """As `engines`, whose loads do not wait for the next agent for long."""
+    with pair_of(agents, engine_of, fetch_timeout_s=4.0) as made:
         yield made
 
 
