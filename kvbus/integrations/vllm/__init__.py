@@ -13,13 +13,14 @@ INSIDE_VLLM = {
         "cache_config compilation_config kv_transfer_config model_config "
         "num_prefill_lookahead_tokens parallel_config shutdown_timeout speculative_config"
     ),
-    "vllm.config.cache:CacheConfig": "cache_dtype",
+    "vllm.config.cache:CacheConfig": "cache_dtype enable_prefix_caching",
     "vllm.config.compilation:CompilationConfig": "static_forward_context",
     "vllm.config.kv_transfer:KVTransferConfig": "engine_id kv_connector_extra_config kv_role",
     "vllm.config.model:ModelConfig": (
         "dtype enable_sleep_mode get_total_num_hidden_layers get_total_num_kv_heads "
-        "is_encoder_decoder is_multimodal_model model quantization revision"
+        "is_encoder_decoder is_multimodal_model model multimodal_config quantization revision"
     ),
+    "vllm.config.multimodal:MultiModalConfig": "mm_processor_cache_gb",
     "vllm.config.parallel:ParallelConfig": (
         "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
         "tensor_parallel_size"

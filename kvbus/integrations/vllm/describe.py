@@ -151,6 +151,13 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         "sleep mode frees the KV cache while the agent has it mapped. Start vLLM without "
         "--enable-sleep-mode",
     )
+    images = vllm_config.model_config.multimodal_config
+    require(
+        images is None or images.mm_processor_cache_gb > 0 or cache.enable_prefix_caching,
+        "mm_processor_cache_gb",
+        "without a prefix cache and a cache of processed images, vLLM numbers images and does not "
+        "hash them, so tickets cannot tell them apart. Set --mm-processor-cache-gb above 0",
+    )
     speculative = vllm_config.speculative_config
     require(
         speculative is None or not speculative.uses_extract_hidden_states(),

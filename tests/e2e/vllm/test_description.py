@@ -254,6 +254,14 @@ REFUSED = {
         "--enable-sleep-mode",
         config={"model_config.enable_sleep_mode": True},
     ),
+    "images by number": Refused(
+        "mm_processor_cache_gb",
+        "--mm-processor-cache-gb",
+        config={
+            "model_config.multimodal_config": SimpleNamespace(mm_processor_cache_gb=0),
+            "cache_config.enable_prefix_caching": False,
+        },
+    ),
     "hidden states": Refused(
         "speculative_config",
         "hidden states",
