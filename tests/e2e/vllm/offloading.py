@@ -13,7 +13,7 @@ Place = tuple[list[torch.Tensor], Any]
 """Tensors of blocks, and vLLM's names of some."""
 
 
-class Spec(CPUOffloadingSpec, OffloadingWorker):
+class Spec(CPUOffloadingSpec, OffloadingWorker):  # type: ignore[misc]
     """Is its own worker, which copies at once; a chunk of host memory is one block."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

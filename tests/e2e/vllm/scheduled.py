@@ -512,16 +512,15 @@ class Pair:
 
 
 @contextmanager
-def pair_of(
-    agents: Agents, engine_of: EngineOf, num_to_decode: int = 8, **options: Any
-) -> Iterator[Pair]:
+def pair_of(agents: Agents, engine_of: EngineOf, **options: Any) -> Iterator[Pair]:
     """Engines that have read nothing wrong, and hold nothing at last."""
+    ours = {"num_requests": options.pop("num_to_decode", 8)}
     theirs = {"step_tokens": STEP_TOKENS, **options}
     both = ("fetch_timeout_s", "num_ahead", "of")
-    ours = {key: options[key] for key in both if key in options}
+    ours |= {key: options[key] for key in both if key in options}
     with (
         engine_of((agents.all[0], None), SMALLER, **theirs) as prefill,
-        engine_of((None, agents.all[1]), LARGER, num_requests=num_to_decode, **ours) as decode,
+        engine_of((None, agents.all[1]), LARGER, **ours) as decode,
     ):
         yield Pair(agents, prefill, decode)
         assert prefill.wrong == decode.wrong == []

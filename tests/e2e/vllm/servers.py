@@ -128,7 +128,7 @@ class VllmServer:
         self.guard.stdin.close()
         self.guard.wait(ENDS_WITHIN_S)
 
-    def begin(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+    def begin(self, prompt: Sequence[int] | None, num_tokens: int, **fields: Any) -> Call:
         """Send a request and do not wait for what it answers; ``fields`` are vLLM's own."""
         return ask(self.port, prompt, num_tokens, **fields)
 

@@ -160,8 +160,10 @@ def test_requests_that_urgent_ones_preempt_say_the_same(pair: Cluster) -> None:
 
 
 def test_loaded_blocks_are_published_like_computed_ones(pair: Cluster) -> None:
-    prompt, one, stored = prompt_of(3 * LARGER, seed=61), {"model": "one"}, []
-    with zmq.Context.instance().socket(zmq.SUB) as events:
+    prompt, one = prompt_of(3 * LARGER, seed=61), {"model": "one"}
+    stored: list[tuple[Any, ...]] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.SUB) as events:
         events.connect(EVENTS.replace("{folder}", str(pair.decode.folder)))
         events.subscribe("")
         wait_until(lambda: tokens(pair, prompt_of(LARGER, 60)) and events.poll(100), "an event")

@@ -559,7 +559,7 @@ def test_handoffs_with_async_scheduling_are_right_and_end(
     """Of several lengths, with a wrong ticket, and of a prompt that is read during computation."""
     with pair_of(agents, engine_of, num_ahead=1, of=window) as engines:
         prompts = [prompt_of(length, length) for length in (1, 17, LENGTH, 2 * LENGTH + 1)]
-        tickets = [engines.params(prompt) for prompt in prompts]
+        tickets: list[Mapping[str, Any]] = [engines.params(prompt) for prompt in prompts]
         to_decode, to_prefill = engines.awaiting()
         prompts += [prompts[-1], prompt_of(2 * LENGTH)]
         tickets += [WRONG["without ticket"](tickets[-1]), to_decode]
