@@ -13,13 +13,14 @@ INSIDE_VLLM = {
         "cache_config compilation_config kv_transfer_config model_config "
         "num_prefill_lookahead_tokens parallel_config shutdown_timeout speculative_config"
     ),
-    "vllm.config.cache:CacheConfig": "cache_dtype",
+    "vllm.config.cache:CacheConfig": "cache_dtype enable_prefix_caching",
     "vllm.config.compilation:CompilationConfig": "static_forward_context",
     "vllm.config.kv_transfer:KVTransferConfig": "engine_id kv_connector_extra_config kv_role",
     "vllm.config.model:ModelConfig": (
-        "dtype get_total_num_hidden_layers get_total_num_kv_heads is_encoder_decoder "
-        "is_multimodal_model model quantization revision"
+        "dtype enable_sleep_mode get_total_num_hidden_layers get_total_num_kv_heads "
+        "is_encoder_decoder is_multimodal_model model multimodal_config quantization revision"
     ),
+    "vllm.config.multimodal:MultiModalConfig": "mm_processor_cache_gb",
     "vllm.config.parallel:ParallelConfig": (
         "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
         "tensor_parallel_size"
@@ -31,6 +32,7 @@ INSIDE_VLLM = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": (
         "_counter_cls _histogram_cls _labelnames per_engine_labelvalues"
     ),
+    "vllm.lora.request:LoRARequest": "lora_name lora_path",
     "vllm.model_executor.layers.attention.mla_attention:MLAAttention": (
         "_k_scale impl kv_cache kv_cache_dtype kv_lora_rank"
     ),

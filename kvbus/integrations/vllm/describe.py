@@ -145,6 +145,19 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         f"the KV cache is quantised as {cache.cache_dtype}: kvbus hands off fp8 with one scale a "
         "tensor. Start vLLM with --kv-cache-dtype fp8, fp8_e5m2 or auto",
     )
+    require(
+        not vllm_config.model_config.enable_sleep_mode,
+        "enable_sleep_mode",
+        "sleep mode frees the KV cache while the agent has it mapped. Start vLLM without "
+        "--enable-sleep-mode",
+    )
+    images = vllm_config.model_config.multimodal_config
+    require(
+        images is None or images.mm_processor_cache_gb > 0 or cache.enable_prefix_caching,
+        "mm_processor_cache_gb",
+        "without a prefix cache and a cache of processed images, vLLM numbers images and does not "
+        "hash them, so tickets cannot tell them apart. Set --mm-processor-cache-gb above 0",
+    )
     speculative = vllm_config.speculative_config
     require(
         speculative is None or not speculative.uses_extract_hidden_states(),

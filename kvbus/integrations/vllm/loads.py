@@ -21,6 +21,7 @@ from kvbus.integrations.vllm.params import (
     ConnectorOptions,
     Description,
     HandoffParams,
+    adapter_of,
     digest_of,
     has_tokens,
     images_of,
@@ -378,4 +379,10 @@ def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
             f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those "
             "that the KV is of: the router must send the ticket with the prompt, or the "
             "conversation, that it was made for"
+        )
+    here = adapter_of(request)
+    if here and handoff.adapter and here != handoff.adapter:
+        raise ProtocolError(
+            f"the LoRA adapter '{request.lora_request.lora_name}' has other weights, or another "
+            "configuration, here than in the prefill vLLM: load the same files on both"
         )

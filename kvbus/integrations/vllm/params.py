@@ -7,7 +7,8 @@ scheduler: update_connector_output ◀──StepDone── worker: build_connect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import lru_cache
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -114,6 +115,7 @@ class HandoffParams(msgspec.Struct, frozen=True):
     prompt_digest: str
     images: str = ""
     whole_blocks: bool = True
+    adapter: str = ""
 
     def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
         asks = {ASKS_TO_FETCH: not next_turn, ASKS_TO_OFFER: next_turn}
@@ -205,6 +207,29 @@ def images_of(request: "Request", num_tokens: int) -> str:
 
 def _images_in(request: "Request", num_tokens: int) -> list[str]:
     return [one.identifier for one in request.mm_features if one.mm_position.offset < num_tokens]
+
+
+# A server may load new weights under the name of an adapter. Names do not tell the weights apart,
+# and the folders of two servers may differ.
+def adapter_of(request: "Request") -> str:
+    """Return a digest of the LoRA adapter's files, or "" if there are none on this machine."""
+    if request.lora_request is None:
+        return ""
+    try:
+        files = sorted(Path(request.lora_request.lora_path).expanduser().glob("adapter_*"))
+        facts = ((file, file.stat()) for file in files)
+        return _digest_of(tuple((file, one.st_size, one.st_mtime_ns) for file, one in facts))
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=1024)
+def _digest_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = blake2b(digest_size=16)
+    for path, *_ in files:
+        with path.open("rb") as file:
+            digest.update(file_digest(file, "blake2b").digest())
+    return digest.hexdigest() if files else ""
 
 
 class StepResults(NamedTuple):

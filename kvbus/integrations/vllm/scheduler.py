@@ -30,6 +30,7 @@ from kvbus.integrations.vllm.params import (
     StepDone,
     StepResults,
     WorkerPlaces,
+    adapter_of,
     digest_of,
     has_tokens,
     images_of,
@@ -292,8 +293,8 @@ class SchedulerSide:
             return None
         is_all = num_tokens == request.num_prompt_tokens
         digest = ticket["prompt_digest"] if is_all else digest_of(request, num_tokens)
-        images = images_of(request, num_tokens)
-        return HandoffParams(ticket, num_tokens, digest, images, whole_blocks).to_params()
+        images, adapter = images_of(request, num_tokens), adapter_of(request)
+        return HandoffParams(ticket, num_tokens, digest, images, whole_blocks, adapter).to_params()
 
     def _offer_answer(
         self, request: "Request", block_ids: BlockIds, whole_blocks: bool
@@ -324,8 +325,9 @@ class SchedulerSide:
         if ticket is None:
             return None
         self._offers.bound_answers(max_blocks)
-        images = images_of(request, num_tokens)
-        params = HandoffParams(ticket, num_tokens, ticket["prompt_digest"], images, whole_blocks)
+        images, adapter = images_of(request, num_tokens), adapter_of(request)
+        digest = ticket["prompt_digest"]
+        params = HandoffParams(ticket, num_tokens, digest, images, whole_blocks, adapter)
         return params.to_params(next_turn=True)
 
 

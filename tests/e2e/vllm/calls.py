@@ -37,13 +37,13 @@ class Call:
 
     def completion(self) -> Completion:
         """The whole answer."""
-        answer = self._whole()
+        answer = self.whole()
         (choice,) = answer["choices"]
         return Completion(choice["token_ids"], answer.get("kv_transfer_params"))
 
     def sequences(self) -> list[list[int]]:
         """The tokens of each choice of the whole answer, in order."""
-        choices = sorted(self._whole()["choices"], key=lambda one: one["index"])
+        choices = sorted(self.whole()["choices"], key=lambda one: one["index"])
         return [choice["token_ids"] for choice in choices]
 
     def stream(self) -> Iterator[int]:
@@ -63,11 +63,16 @@ class Call:
         """Hang up, as a client that gives up does."""
         self.connection.close()
 
-    def _whole(self) -> Any:
+    def read(self) -> bytes:
+        """The answer as it came."""
         try:
-            return json.loads(self._answer().read())
+            return self._answer().read()
         finally:
             self.connection.close()
+
+    def whole(self) -> Any:
+        """The answer as it is."""
+        return json.loads(self.read())
 
     def _answer(self) -> HTTPResponse:
         response = self.connection.getresponse()
@@ -111,6 +116,11 @@ def chat(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Ca
 def words_of(prompt: Sequence[int]) -> str:
     """A prompt as the tokenizer of the models reads it."""
     return " ".join(f"t{token}" for token in prompt)
+
+
+def post(port: int, path: str, fields: Mapping[str, Any]) -> None:
+    """Have a server do something; raises `RefusedError` if it does not."""
+    _send(port, path, fields, {}).read()
 
 
 def _send(port: int, path: str, fields: Mapping[str, Any], more: Mapping[str, str]) -> Call:

@@ -32,6 +32,9 @@ NUM_TOKENS = 12
 SETTLES_WITHIN_S = 60.0
 CHUNK_TOKENS = 256
 SMALLER, LARGER = 32, 64
+FEW_BLOCKS = 24
+EVENTS = "ipc://{folder}/events"
+"""Where the servers of "features" publish events of their caches."""
 ALL_THE_SAME = {"n": 3, "temperature": 0.01, "top_k": 1}
 """Several sequences, which vLLM refuses where it is told to be greedy."""
 
@@ -67,10 +70,10 @@ class Side:
 class Shape:
     """Both sides, and what vLLM does with a request whose KV could not be loaded.
 
-    With ``alias`` the servers call kvbus' connector `NixlConnector`. With ``multi`` it and vLLM's
-    `ExampleConnector` are children of `MultiConnector`. ``turns`` is what the options
-    say of conversations: then each server has an agent of each kind, and all agents have CURVE keys
-    and sign their tickets.
+    With ``alias`` the servers call kvbus' connector `NixlConnector`. With ``multi`` it, vLLM's
+    `OffloadingConnector` and `ExampleConnector` are children of `MultiConnector`. ``turns`` is what
+    the options say of conversations: then each server has an agent of each kind, and all agents
+    have CURVE keys and sign their tickets.
     """
 
     prefill: Side
@@ -88,6 +91,13 @@ _IN_WORDS = (*_CHUNKED, *_WORDS)
 _UNCACHED = (*_CHUNKED, "--no-enable-prefix-caching")
 _FP8 = ("--kv-cache-dtype", "fp8")
 _EAGLE = {"method": "eagle", "model": EAGLE, "num_speculative_tokens": 2}
+_FEATURES = (
+    *(*_WORDS, "--max-model-len", "1024", "--scheduling-policy", "priority"),
+    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1", "--max-cpu-loras", "4"),
+    *("--enable-prompt-embeds", "--lora-modules", "one={models}/one", "two={models}/two"),
+    *("--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": EVENTS})),
+)
+_FEW = (*_FEATURES, "--num-gpu-blocks-override", str(FEW_BLOCKS))
 _EXPIRES = {"offer_ttl_s": 10.0}
 """For tickets that never reach the decode side's engine, as a client hung up too soon."""
 _TIMES_OUT = {"fetch_timeout_s": 10.0}
@@ -112,9 +122,9 @@ CLUSTERS: Mapping[str, Shape] = {
     "turns": Shape(
         Side("0", "hybrid", block_size=SMALLER, flags=_WORDS, settings=_EXPIRES),
         Side("0|1", "hybrid", tp=2, block_size=LARGER, flags=_WORDS),
-        turns={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT},
+        turns={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 10.0, **_TIMES_OUT},
     ),
-    # Beside another connector, to twice as many ranks: what one rank reports is not the end then.
+    # Beside other connectors, to twice as many ranks: what one rank reports is not the end then.
     "multi": Shape(
         Side("0", block_size=SMALLER, settings=_EXPIRES),
         Side("0|1", tp=2, block_size=LARGER, settings=_TIMES_OUT),
@@ -138,6 +148,11 @@ CLUSTERS: Mapping[str, Shape] = {
     "mamba": Shape(
         Side("0", "mamba", flags=_UNCACHED, settings=_EXPIRES),
         Side("0|1", "mamba", tp=2, flags=_UNCACHED, settings=_TIMES_OUT),
+    ),
+    # Features of vLLM that requests choose. A decode cache so small that vLLM preempts.
+    "features": Shape(
+        Side("0", "spelled", block_size=SMALLER, flags=_FEATURES, settings=_EXPIRES),
+        Side("1", "spelled", block_size=LARGER, flags=_FEW, settings=_TIMES_OUT),
     ),
     # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
     "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),
@@ -336,6 +351,15 @@ def _knows_its_engines(agent: AgentProcess, num_engines: int) -> bool:
     return list(agent.status()["engines"].values()) == num_engines * [True]
 
 
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "Spec",
+        "spec_module_path": "tests.e2e.vllm.offloading",
+        "cpu_bytes_to_use": 64 << 20,
+    },
+}
 AS_SHIPPED: dict[str, Any] = {"engine_wait_s": 10.0}
 """Other tests do not wait for engines of an agent that was started again."""
 
@@ -378,6 +402,7 @@ def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Pa
         other = {"shared_storage_path": str(beside[0].folder / "example")}
         children = [
             {key: value for key, value in config.items() if key != "kv_load_failure_policy"},
+            OFFLOADING,
             {
                 "kv_connector": "ExampleConnector",
                 "kv_role": "kv_both",
@@ -397,4 +422,6 @@ def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Pa
         drafts = {**side.drafts, "model": str(models / side.drafts["model"])}
         flags += ["--speculative-config", json.dumps(drafts)]
     flags += ["--kv-transfer-config", json.dumps(config)]
-    return VllmServer(models / side.model, beside[0].folder / "vllm", side.cores, flags)
+    folder = beside[0].folder / "vllm"
+    flags = [one.replace("{models}", str(models)).replace("{folder}", str(folder)) for one in flags]
+    return VllmServer(models / side.model, folder, side.cores, flags)

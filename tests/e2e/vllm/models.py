@@ -4,6 +4,7 @@ Refuses to be imported for them: `written` runs this file in a process of its ow
 that write models take seconds to import and warn of each other.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -76,6 +77,11 @@ def drafted() -> Any:
     return gqa()
 
 
+def spelled() -> Any:
+    """`gqa`, whose tokens are characters too, so that it can say JSON."""
+    return gqa()
+
+
 def mellum() -> Any:
     """Layers of both kinds, for SGLang: a Gemma's windows have no pool of their own there."""
     from transformers import MellumConfig
@@ -108,21 +114,30 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mla": mla,
     "drafted": drafted,
     "mamba": mamba,
+    "spelled": spelled,
     "mellum": mellum,
 }
-FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla", "drafted", "mamba"), ("gqa", "mellum")
+FOR_VLLM = ("gqa", "hybrid", "mla", "drafted", "mamba", "spelled")
+FOR_SGLANG = ("gqa", "mellum")
 EAGLE = "eagle"
 """Folder of the head of `drafted`."""
+ADAPTERS = ("one", "two", "new")
+"""Folders of LoRA adapters of `spelled`."""
 
 
-def tokenizer() -> Any:
-    """Words "t3" to "t511" are the tokens of these numbers; of a chat the contents count alone."""
+def tokenizer(name: str) -> Any:
+    """Words "t3" to "t511" are the tokens of these numbers; of a chat the contents count alone.
+
+    In `spelled`, the printable characters take the place of the first ones.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = {f"t{number}": number for number in range(3, VOCABULARY)}
+    if name == "spelled":
+        words = {chr(29 + n) if n < 98 else word: n for word, n in words.items()}
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     words |= {word: number for number, word in enumerate(special.values())}
     splits = Tokenizer(WordLevel(words, unk_token="<unk>"))
@@ -147,8 +162,11 @@ def write(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     if name == "drafted":
         write_head(model, folder / EAGLE)
+    if name == "spelled":
+        for each in ADAPTERS:
+            write_adapter(model, folder / each)
     model.save_pretrained(folder / name)
-    tokenizer().save_pretrained(folder / name)
+    tokenizer(name).save_pretrained(folder / name)
 
 
 def write_head(model: Any, folder: Path) -> None:
@@ -177,6 +195,24 @@ def write_head(model: Any, folder: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(model: Any, folder: Path) -> None:
+    """Write a LoRA adapter of random weights, after which ``model`` says other tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, weights, names = 8, {}, ("q_proj", "k_proj", "v_proj")
+    for place, layer in model.named_modules():
+        if place.endswith(names):
+            num_out, num_in = layer.weight.shape
+            name = f"base_model.model.{place}"
+            weights[f"{name}.lora_A.weight"] = SPREAD * torch.randn(rank, num_in)
+            weights[f"{name}.lora_B.weight"] = SPREAD * torch.randn(num_out, rank)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4 * rank, "target_modules": names}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

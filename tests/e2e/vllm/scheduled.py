@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import KVTransferConfig, set_current_vllm_config
@@ -34,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -80,9 +81,24 @@ class Answer:
     failed: bool = False
 
 
+class Ran(NamedTuple):
+    """Tokens [start, stop) of a request in a step, and its blocks by group."""
+
+    request: Request
+    start: int
+    stop: int
+    tables: Sequence[Sequence[int]]
+
+
+Step = tuple[SchedulerOutput, Sequence[Ran]]
+"""What vLLM has scheduled."""
+
+
 @dataclass
 class Scheduled:
     """One engine; ``memory`` is that of each group: [block, part, slot, head, dim].
+
+    It schedules ``num_ahead`` steps before it hears of the first.
 
     ``wrong`` is what tokens have read, or later ones may find in the prefix cache, and is not the
     KV of the tokens before. ``figures`` are what its statistics were told.
@@ -95,6 +111,8 @@ class Scheduled:
     requests: list[Request] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     figures: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    num_ahead: int = 0
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def pool(self) -> BlockPool:
@@ -180,21 +198,33 @@ class Scheduled:
 
     def step(self) -> None:
         """One step of vLLM: schedule, compute, hear of it."""
-        self.compute(self.scheduler.schedule())
+        self.steps.append(self.schedule())
+        while len(self.steps) > self.num_ahead:
+            self.compute(self.steps.pop(0))
 
-    def compute(self, output: SchedulerOutput) -> None:
+    def schedule(self) -> Step:
+        """Schedule a step, and note its tokens and blocks: later ones change both."""
+        output = self.scheduler.schedule()
+        ran = []
+        for one, num_tokens in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[one]
+            stop = request.num_computed_tokens
+            tables = self.scheduler.kv_cache_manager.get_block_ids(one)
+            ran.append(Ran(request, stop - num_tokens, stop, copy.deepcopy(tables)))
+        return output, ran
+
+    def compute(self, step: Step) -> None:
         """A step that was scheduled, maybe with others after it."""
+        output, ran = step
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         results = self.worker.get_transfer_results(set())
-        ids = list(output.num_scheduled_tokens)
-        ran = [(self.scheduler.requests[one], output.num_scheduled_tokens[one]) for one in ids]
         for compute in (self._write, self._read):
-            for request, num_tokens in ran:
-                compute(request, num_tokens)
-        for request, num_tokens in ran:
-            stop = min(request.num_computed_tokens, request.num_prompt_tokens)
-            start = request.num_computed_tokens - num_tokens
-            self.answers[request.request_id].num_computed += max(0, stop - start)
+            for one in ran:
+                compute(one)
+        for one in ran:
+            stop = min(one.stop, one.request.num_prompt_tokens)
+            self.answers[one.request.request_id].num_computed += max(0, stop - one.start)
+        ids = [one.request.request_id for one in ran]
         told = KVConnectorOutput(
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
@@ -204,10 +234,10 @@ class Scheduled:
             ids,
             {one: number for number, one in enumerate(ids)},
             [
-                what_follows(request.all_token_ids, 1)
-                if request.num_computed_tokens >= request.num_tokens
+                what_follows(one.request.all_token_ids, 1)
+                if one.stop >= one.request.num_tokens
                 else []
-                for request, _ in ran
+                for one in ran
             ],
             kv_connector_output=None if told.is_empty() else told,
         )
@@ -223,7 +253,8 @@ class Scheduled:
                 answer.params = each.kv_transfer_params
                 if each.prefill_stats is not None:
                     answer.num_found = each.prefill_stats.num_local_cached_tokens
-        self._look_into_cache()
+        if not any(ran for _, ran in self.steps):  # they may have blocks to fill
+            self._look_into_cache()
 
     def _look_into_cache(self) -> None:
         """Each block that is found by a hash has to hold what the hash is of."""
@@ -240,50 +271,39 @@ class Scheduled:
                 if not torch.equal(has, right[-1:] if isinstance(spec, MambaSpec) else right):
                     self.wrong.append(f"cached: block {block.block_id}: {has}")
 
-    def _write(self, request: Request, num_tokens: int) -> None:
-        stop = request.num_computed_tokens
-        kv = kv_of(request.all_token_ids)
+    def _write(self, ran: Ran) -> None:
+        kv = kv_of(ran.request.all_token_ids)
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        for group, memory, ids in zip(groups, self.memory, self._tables(request), strict=True):
+        for group, memory, ids in zip(groups, self.memory, ran.tables, strict=True):
             if isinstance(group.kv_cache_spec, MambaSpec):
-                self._advance(request, num_tokens, memory, ids, group.kv_cache_spec)
+                self._advance(ran, memory, ids, group.kv_cache_spec)
                 continue
-            for at in range(stop - num_tokens, stop):
+            for at in range(ran.start, ran.stop):
                 block, slot = _place(memory, ids, at)
-                memory[block, :, slot] = kv[at]
+                memory[block, :, slot] = kv[at] if at < len(kv) else 0
 
-    def _advance(
-        self,
-        request: Request,
-        num_tokens: int,
-        memory: torch.Tensor,
-        ids: Sequence[int],
-        spec: MambaSpec,
-    ) -> None:
+    def _advance(self, ran: Ran, memory: torch.Tensor, ids: Sequence[int], spec: MambaSpec) -> None:
         """A step begins with the state of the tokens before it, and leaves its own."""
-        stop, kv = request.num_computed_tokens, kv_of(request.all_token_ids)
-        size, start = spec.block_size, stop - num_tokens
+        kv, size = kv_of(ran.request.all_token_ids), spec.block_size
+        start, stop = ran.start, ran.stop
         if start > 0 and _numbers(memory)[ids[(start - 1) // size], 0] != kv[start - 1]:
-            self.wrong.append(f"{request.request_id}: the state after {start} tokens")
+            self.wrong.append(f"{ran.request.request_id}: the state after {start} tokens")
         memory[ids[(stop - 1) // size]] = kv[stop - 1]
 
-    def _read(self, request: Request, num_tokens: int) -> None:
-        stop, kv = request.num_computed_tokens, kv_of(request.all_token_ids)
+    def _read(self, ran: Ran) -> None:
+        if ran.request.is_finished():  # vLLM ignores what it says then
+            return
+        stop, kv = ran.stop, kv_of(ran.request.all_token_ids)
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        for group, memory, ids in zip(groups, self.memory, self._tables(request), strict=True):
+        for group, memory, ids in zip(groups, self.memory, ran.tables, strict=True):
             spec = group.kv_cache_spec
             if isinstance(spec, MambaSpec):
                 continue
             seen = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else stop
-            for at in range(max(0, stop - num_tokens - seen + 1), stop):
+            for at in range(max(0, ran.start - seen + 1), stop):
                 block, slot = _place(memory, ids, at)
                 if block == 0 or _numbers(memory)[block, slot] != kv[at]:
-                    self.wrong.append(f"{request.request_id}: token {at} of {spec}")
-
-    def _tables(self, request: Request) -> Sequence[Sequence[int]]:
-        tables: Sequence[Sequence[int]]
-        tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        return tables
+                    self.wrong.append(f"{ran.request.request_id}: token {at} of {spec}")
 
 
 def _numbers(memory: torch.Tensor) -> torch.Tensor:
@@ -342,6 +362,7 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         fits: bool = True,
         state_mode: str | None = None,
         kv_role: str = "kv_both",
+        num_ahead: int = 0,
         **options: Any,
     ) -> Iterator[Scheduled]:
         """Beside one agent, or one of each kind, to offer and to load with, if they ``fit``.
@@ -368,8 +389,9 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         config.cache_config.mamba_cache_mode = state_mode or "none"
         config.cache_config.enable_prefix_caching = state_mode != "none"
         config.shutdown_timeout = drains_s
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.async_scheduling = num_ahead > 0
         if step_tokens:
-            config.scheduler_config = copy.copy(config.scheduler_config)
             config.scheduler_config.max_num_scheduled_tokens = step_tokens
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="KvbusConnector",
@@ -384,7 +406,7 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
             },
         )
         scheduler_size, hash_size = resolve_kv_cache_block_sizes(caches, config)
-        scheduler = Scheduler(
+        scheduler = (AsyncScheduler if num_ahead else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(config),
@@ -400,7 +422,7 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
             if fits:
                 for link in scheduler.connector._control_links:
                     assert link.wait_open(WITHIN_S)
-            yield Scheduled(scheduler, worker, memory)
+            yield Scheduled(scheduler, worker, memory, num_ahead=num_ahead)
         finally:
             scheduler.connector.shutdown()
             worker.shutdown()
@@ -492,8 +514,10 @@ class Pair:
 @contextmanager
 def pair_of(agents: Agents, engine_of: EngineOf, **options: Any) -> Iterator[Pair]:
     """Engines that have read nothing wrong, and hold nothing at last."""
+    ours = {"num_requests": options.pop("num_to_decode", 8)}
     theirs = {"step_tokens": STEP_TOKENS, **options}
-    ours = {key: options[key] for key in ("fetch_timeout_s", "of") if key in options}
+    both = ("fetch_timeout_s", "num_ahead", "of")
+    ours |= {key: options[key] for key in both if key in options}
     with (
         engine_of((agents.all[0], None), SMALLER, **theirs) as prefill,
         engine_of((None, agents.all[1]), LARGER, **ours) as decode,

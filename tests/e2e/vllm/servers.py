@@ -32,6 +32,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_COLOR": "0",
+    "VLLM_SERVER_DEV_MODE": "1",  # a test may drop the prefix cache
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "TORCHDYNAMO_DISABLE": "1",  # a part of the sampler, compiled anew by each worker
     "OMP_NUM_THREADS": "1",  # each worker has one core; a fork has no other thread
 }
@@ -126,7 +128,7 @@ class VllmServer:
         self.guard.stdin.close()
         self.guard.wait(ENDS_WITHIN_S)
 
-    def begin(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+    def begin(self, prompt: Sequence[int] | None, num_tokens: int, **fields: Any) -> Call:
         """Send a request and do not wait for what it answers; ``fields`` are vLLM's own."""
         return ask(self.port, prompt, num_tokens, **fields)
 

@@ -5,7 +5,7 @@ By vLLM's own scheduler and real agents; no token reads KV that is not its own, 
 
 import signal
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -32,6 +32,13 @@ NUM_BEHIND = 100
 """Requests that would take longer than a test may, if vLLM waited a second for each."""
 SEEDS = count(100)
 BY_SIGNAL = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+
+
+@pytest.fixture
+def brief(agents: Agents, engine_of: EngineOf) -> Iterator[Pair]:
+    """As `engines`, whose loads do not wait for the next agent for long."""
+    with pair_of(agents, engine_of, fetch_timeout_s=4.0) as made:
+        yield made
 
 
 def hands_off_again(engines: Pair) -> None:
@@ -90,48 +97,48 @@ def test_request_ending_during_agent_restart_waits_for_ticket(
 
 @BY_SIGNAL
 def test_load_without_agent_is_computed_then_released_by_next(
-    engines: Pair, how: signal.Signals
+    brief: Pair, how: signal.Signals
 ) -> None:
     prompts = [prompt_of(LENGTH, seed) for seed in range(4)]
-    tickets = [engines.params(prompt) for prompt in prompts]
-    decode = engines.agents.all[1]
+    tickets = [brief.params(prompt) for prompt in prompts]
+    decode = brief.agents.all[1]
     decode.signal(how)
     decode.exit_status()
 
-    said = [engines.decode.answer(*each) for each in zip(prompts, [2] * 4, tickets, strict=True)]
+    said = [brief.decode.answer(*each) for each in zip(prompts, [2] * 4, tickets, strict=True)]
     decode.start()
 
     assert [answer.tokens for answer in said] == [what_follows(prompt, 2) for prompt in prompts]
     assert [answer.num_computed for answer in said] == 4 * [LENGTH]
-    engines.wait_no_offer()
-    hands_off_again(engines)
+    brief.wait_no_offer()
+    hands_off_again(brief)
 
 
 @BY_SIGNAL
 @pytest.mark.parametrize("does", ["loads", "releases"])
 def test_load_lost_with_agent_is_computed_then_released_by_next(
-    engines: Pair, does: str, how: signal.Signals
+    brief: Pair, does: str, how: signal.Signals
 ) -> None:
-    decode, params = engines.agents.all[1], engines.params()
-    with halted([engines.agents.all[0].pid]):
-        answer = engines.decode.ask(PROMPT, 3, params)
+    decode, params = brief.agents.all[1], brief.params()
+    with halted([brief.agents.all[0].pid]):
+        answer = brief.decode.ask(PROMPT, 3, params)
         if does == "loads":
-            engines.decode.step()
+            brief.decode.step()
         else:
-            engines.decode.give_up()
+            brief.decode.give_up()
         wait_until(lambda: decode.status()["counts"]["fetches"], "the agent has begun")
         decode.signal(how)
         if how is signal.SIGTERM:
             wait_until(lambda: decode.status()["draining"], "it drains")
     decode.exit_status()
     if does == "loads":
-        engines.decode.until_ended(answer)
+        brief.decode.until_ended(answer)
         assert answer.tokens == what_follows(PROMPT, 3)
 
     decode.start()
 
-    engines.wait_no_offer()
-    hands_off_again(engines)
+    brief.wait_no_offer()
+    hands_off_again(brief)
 
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["ticket", "at once"])

@@ -249,6 +249,19 @@ REFUSED = {
     "prefill contexts": Refused(
         PREFILL_CONTEXTS, config={f"parallel_config.{PREFILL_CONTEXTS}": 2}
     ),
+    "sleep": Refused(
+        "enable_sleep_mode",
+        "--enable-sleep-mode",
+        config={"model_config.enable_sleep_mode": True},
+    ),
+    "images by number": Refused(
+        "mm_processor_cache_gb",
+        "--mm-processor-cache-gb",
+        config={
+            "model_config.multimodal_config": SimpleNamespace(mm_processor_cache_gb=0),
+            "cache_config.enable_prefix_caching": False,
+        },
+    ),
     "hidden states": Refused(
         "speculative_config",
         "hidden states",
