@@ -26,6 +26,7 @@ from tests.e2e.sglang.backend import (
     num_tokens_of,
     pages_of,
     receiver_of,
+    request,
     sender_of,
     write,
 )
@@ -223,6 +224,25 @@ def test_request_that_decode_retracted_has_its_room_again(
 
         assert ends(sender, receiver) == [KVPoll.Success] * 2
         assert (key_pages(decode, "decode")[:, :length] == value).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "is_noted"),
+    [((), {}, True), ((1,), {}, True), ((True,), {}, False), ((), {"is_retracted": True}, False)],
+)
+def test_request_that_comes_back_from_a_copy_of_decode_is_not_noted(
+    managers: Managers, given: tuple[Any, ...], named: dict[str, Any], is_noted: bool
+) -> None:
+    """SGLang queues it again, but no receiver follows, which would take the facts."""
+    from kvbus.integrations import sglang
+
+    manager, room = managers("decode"), next(ROOMS)
+    backend = SimpleNamespace(value=sglang.BACKEND)
+    queue = SimpleNamespace(kv_manager=manager, transfer_backend=backend)
+
+    sglang._note_request(lambda *_, **__: None, queue, request(manager, room), *given, **named)
+
+    assert (manager.requests.take(room) is not None) == is_noted
 
 
 def test_the_link_keeps_nothing_of_a_request_that_sglang_saw_end(

@@ -1,9 +1,12 @@
 """Data-parallel replicas on both sides: each is an engine of its own at the agent of its server."""
 
+import pytest
+
 from tests.e2e.sglang.clusters import CHUNK_TOKENS, Cluster, num_completed, prompt_of
 from tests.e2e.sglang.conftest import Alone
 from tests.support.agents import wait_until
 
+pytestmark = pytest.mark.long
 CLUSTER = "replicas"
 LENGTHS = (1, 15, 16, 17, 64, CHUNK_TOKENS + 1, 700)
 TIMES = 4
