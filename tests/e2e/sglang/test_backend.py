@@ -183,7 +183,8 @@ def test_data_parallel_replicas_are_engines_of_their_own(
     one_rank |= {"num_dp_ranks": 2, **sizes}
     sides: dict[str, list[Any]] = {"prefill": [], "decode": []}
     for role, number in product(sides, range(2)):
-        one_rank |= {"dp_rank": number, "attn_dp_rank": 0 if kind == "replicas" else number}
+        place = (number, 0) if kind == "replicas" else (0, number)
+        one_rank |= dict(zip(("dp_rank", "attn_dp_rank"), place, strict=True))
         sides[role].append(managers(role, name=f"{role}-{kind}"))
     address = bootstrap()
 

@@ -35,36 +35,37 @@ SLOTS = {"prefill": 3, "decode": 5}
 """Of a request's Mamba state."""
 Queues = Callable[[], Any]
 KINDS: Mapping[str, tuple[Queues, list[str], list[str]]] = {
-    "float8_e4m3fn": (lambda: queue_of(head_pool(torch.float8_e4m3fn)), [], ["full"]),
-    "float8_e5m2": (lambda: queue_of(head_pool(torch.float8_e5m2)), [], ["full"]),
-    "float8 latent": (lambda: queue_of(latent_pool(torch.float8_e4m3fn)), [], ["full"]),
-    "draft of the same shape": (lambda: drafted(head_pool(), head_pool()), [], ["full"]),
+    "float8_e4m3fn": (lambda: queue_of(head_pool(torch.float8_e4m3fn)), [], ["full:2"]),
+    "float8_e5m2": (lambda: queue_of(head_pool(torch.float8_e5m2)), [], ["full:2"]),
+    "float8 latent": (lambda: queue_of(latent_pool(torch.float8_e4m3fn)), [], ["full:2"]),
+    "draft of the same shape": (lambda: drafted(head_pool(), head_pool()), [], ["full:4"]),
     "draft of another shape": (
         lambda: drafted(head_pool(), head_pool(num_heads=2, head_dim=8), num_heads=2),
         [],
-        ["full", "draft"],
+        ["full:2", "draft:2"],
     ),
     "draft of another dtype": (
         lambda: drafted(head_pool(), head_pool(torch.float8_e5m2)),
         [],
-        ["full", "draft"],
+        ["full:2", "draft:2"],
     ),
-    "latent draft": (lambda: drafted(latent_pool(), latent_pool()), [], ["full"]),
+    "latent draft": (lambda: drafted(latent_pool(), latent_pool()), [], ["full:4"]),
     "index keys": (
         lambda: drafted(index_pool(3, without_index=(1,)), index_pool(1)),
         ["dsa"],
-        ["full", "index", "scale"],
+        ["full:4", "index:3", "scale:3"],
     ),
     "windows": (
         lambda: queue_of(pool_of_windows([1], [0, 2], size=64)),
         ["swa"],
-        ["full", "window"],
+        ["full:1", "window:2"],
     ),
-    "Mamba": (lambda: queue_of(mamba_pool("Mamba 2")), ["mamba"], ["full", "mamba"]),
-    "gated delta": (lambda: queue_of(mamba_pool("gated delta")), ["mamba"], ["full", "mamba"]),
-    "Kimi": (lambda: queue_of(mamba_pool("Kimi", latent=True)), ["mamba"], ["full", "mamba"]),
+    "Mamba": (lambda: queue_of(mamba_pool("Mamba 2")), ["mamba"], ["full:2", "mamba:2"]),
+    "gated delta": (lambda: queue_of(mamba_pool("gated delta")), ["mamba"], ["full:2", "mamba:2"]),
+    "Kimi": (lambda: queue_of(mamba_pool("Kimi", latent=True)), ["mamba"], ["full:2", "mamba:2"]),
 }
-"""A queue with its pools, the states that SGLang hands over beside pages, and the groups."""
+"""A queue with its pools, the states that SGLang hands over beside pages, and the groups
+with their numbers of layers."""
 
 
 def state_types(names: list[str]) -> list[Any]:
@@ -130,7 +131,8 @@ def test_decode_has_the_bytes_of_prefill(
     assert hand_off(prefill, decode, bootstrap(), states) == [KVPoll.Success] * 2
 
     sent, got = contents(ours, "prefill", states), contents(theirs, "decode", states)
-    assert [group.name for group in prefill.link.engine.groups] == [*groups, "metadata"]
+    found = [f"{group.name}:{len(group.layers)}" for group in prefill.link.engine.groups]
+    assert found == [*groups, "metadata:1"]
     assert sent.keys() == got.keys()
     assert all(torch.equal(sent[place], got[place]) for place in sent)
 
