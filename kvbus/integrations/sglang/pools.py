@@ -139,12 +139,10 @@ def _index(pool: Any, layers: Sequence[int]) -> Iterator[Group]:
     held = [(layer, buffer) for layer, buffer in buffers if len(buffer)]
     size = page * pool.index_head_dim
     for name, part in ((INDEX, slice(size)), (SCALE, slice(size, None))) if held else ():
-        tensors: Tensors = {
-            (LAYERS_OF[name] + layer, name): buffer[:, part].unflatten(1, (page, 1, -1))
-            for layer, buffer in held
-        }
-        numbers, head_dim = tuple(at for at, _ in tensors), next(iter(tensors.values())).shape[3]
-        yield GroupSpec(name, numbers, page, 1, head_dim, "uint8", (name,)), tensors
+        numbers = tuple(LAYERS_OF[name] + layer for layer, _ in held)
+        pages = [buffer[:, part].unflatten(1, (page, 1, -1)) for _, buffer in held]
+        spec = GroupSpec(name, numbers, page, 1, pages[0].shape[3], "uint8", (name,))
+        yield spec, {(number, name): one for number, one in zip(numbers, pages, strict=True)}
 
 
 def _mamba(pool: Any) -> Group:
@@ -181,7 +179,7 @@ def _convolution(name: str, conv: torch.Tensor, pool: Any) -> dict[str, torch.Te
     return {
         f"{part} {block}": one
         for part, view in views.items()
-        for block, one in enumerate(view.split(sizes, dim=2))
+        for block, one in enumerate(torch.split(view, sizes, dim=2))
     }
 
 
