@@ -88,45 +88,44 @@ def check(at: Server) -> None:
     _check_options(at, at.queue.scheduler.server_args)
 
 
-def _refuse(applies: object, what: str, setting: str = OTHER_BACKEND) -> None:
+def _refuse(applies: object, what: str, setting: str) -> None:
     if applies:
         flag = "--disaggregation-transfer-backend kvbus"
         raise ConfigError(f"{flag} does not hand over the KV of {what}: {setting}")
 
 
 def _check_pools(at: Server) -> None:
+    kinds = [(type(pool), KINDS[:1] if at.has_windows else KINDS) for pool in at.paged]
     if at.mamba is not None:
-        name = type(at.mamba).__name__
-        _refuse(type(at.mamba) is not MambaPool, f"a pool of the kind {name}", _setting(name))
-    for pool in at.paged:
-        kind, kinds = type(pool), KINDS[:1] if at.has_windows else KINDS
+        kinds.append((type(at.mamba), (MambaPool,)))
+    for kind, known in kinds:
         name = kind.__name__
-        _refuse(kind not in kinds, f"a pool of the kind {name}", _setting(name))
+        setting = next((SETTINGS[part] for part in SETTINGS if part in name), OTHER_BACKEND)
+        _refuse(kind not in known, f"a pool of the kind {name}", setting)
+    for pool in at.paged:
         dtype, layout = str(pool.dtype).removeprefix("torch."), "nhd"
-        if kind is MHATokenToKVPool:
-            _refuse(pool.head_dim != pool.v_head_dim, "keys and values of unlike size")
+        if isinstance(pool, MHATokenToKVPool):
+            is_other = pool.head_dim != pool.v_head_dim
+            _refuse(is_other, "keys and values of unlike size", OTHER_BACKEND)
             dtype = dtype if pool.k_scale_buffer is None else pool.quant_method.name
             layout = pool.kv_cache_layout
         _refuse(dtype not in DTYPE_SIZES_BYTES, f"a quantised pool ({dtype})", OTHER_DTYPE)
         _refuse(layout != "nhd", f"a pool in the layout {layout}", NHD)
-    _refuse(at.paged[0].layer_num == 0, "a model without full attention")
-
-
-def _setting(kind: str) -> str:
-    return next((SETTINGS[part] for part in SETTINGS if part in kind), OTHER_BACKEND)
+    _refuse(at.paged[0].layer_num == 0, "a model without full attention", OTHER_BACKEND)
 
 
 def _check_states(at: Server) -> None:
     for state in at.states:
-        _refuse(state not in STATES, f"a state of the kind {state.value}")
+        _refuse(state not in STATES, f"a state of the kind {state.value}", OTHER_BACKEND)
     for pool in at.paged:
         if isinstance(pool, DSATokenToKVPool):
             is_other = pool.index_kpool > 1 or torch.version.hip or at.mamba is not None
-            _refuse(is_other, "index keys that are pooled, on ROCm, or beside a Mamba state")
-    if at.mamba is not None:
-        is_other = any(conv.stride(-1) != 1 for conv in at.mamba.mamba_cache.conv)
-        what = "a Mamba state in the layout of AMX, or with N-grams or short convolutions"
-        _refuse(is_other or at.mamba._slot_siblings, what)
+            _refuse(is_other, "index keys pooled, on ROCm, or beside Mamba states", OTHER_BACKEND)
+    if (mamba := at.mamba) is not None:
+        is_other = mamba._slot_siblings or any(
+            one.stride(-1) != 1 for one in mamba.mamba_cache.conv
+        )
+        _refuse(is_other, "Mamba states of AMX, with N-grams or short convolutions", OTHER_BACKEND)
 
 
 def _check_draft(at: Server) -> None:
@@ -137,8 +136,7 @@ def _check_draft(at: Server) -> None:
         "set --speculative-algorithm to EAGLE, EAGLE3, NEXTN or STANDALONE",
     )
     expected = max(1, at.num_draft_heads // get_parallel().attn_tp_size) if num_heads else 0
-    what = "a draft model with other tensor parallelism than its target"
-    _refuse(num_heads != expected, what, "start both servers with the draft model's default")
+    _refuse(num_heads != expected, "a draft model of other tensor parallelism", "leave it unset")
 
 
 def _check_options(at: Server, options: Any) -> None:
@@ -149,15 +147,17 @@ def _check_options(at: Server, options: Any) -> None:
         "start decode with --pp-size 1",
     )
     more = [state.value for state in at.states] + ["a draft model"] * (at.draft is not None)
-    what = f"pipeline stages with more than full attention ({', '.join(more)})"
-    _refuse(has_stages and more, what, "start prefill with --pp-size 1")
+    _refuse(
+        has_stages and more,
+        f"pipeline stages with more than full attention ({', '.join(more)})",
+        "start prefill with --pp-size 1",
+    )
     _refuse(
         parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "context parallelism",
         "start both servers with --attn-cp-size 1 and --dcp-size 1",
     )
-    setting = "start one server on each machine, with --nnodes 1"
-    _refuse(options.nnodes > 1, "a server on several machines", setting)
+    _refuse(options.nnodes > 1, "a server on several machines", "start one on each: --nnodes 1")
     _refuse(
         options.disaggregation_decode_host_receive_threshold < 1,
         "requests that go to the host memory of decode",
@@ -168,7 +168,6 @@ def _check_options(at: Server, options: Any) -> None:
         "requests that decode allocates after prefill",
         "start both servers with --disaggregation-decode-allocation-policy early",
     )
-    setting = "start both servers without --enable-memory-saver"
-    _refuse(options.enable_memory_saver, "pools that SGLang may release", setting)
+    _refuse(options.enable_memory_saver, "memory to release", "unset --enable-memory-saver")
     uses_staging = envs.SGLANG_DISAGG_STAGING_BUFFER.get()
     _refuse(uses_staging, "SGLang's staging buffers", "unset SGLANG_DISAGG_STAGING_BUFFER")

@@ -135,6 +135,7 @@ def test_an_abort_sends_no_request_to_a_bootstrap_server(
             silent.accept()
 
 
+@pytest.mark.kind("LoRA adapters, by name", on="memory")
 def test_adapter_is_matched_by_name_not_by_server_id(
     managers: Managers, bootstrap: Callable[[], str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_adapter_is_matched_by_name_not_by_server_id(
     assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}
 
 
+@pytest.mark.kind("data-parallel attention", on="memory")
 @pytest.mark.parametrize("kind", ["replicas", "attention"])
 def test_data_parallel_replicas_are_engines_of_their_own(
     managers: Managers, bootstrap: Callable[[], str], one_rank: dict[str, int], kind: str

@@ -188,6 +188,7 @@ def test_what_an_unlike_engine_prefilled_is_refused_by_name(
     works_again(pair, alone)
 
 
+@pytest.mark.kind("requests that decode retracts for new weights", on="servers")
 def test_request_that_decode_retracts_continues_where_it_was(
     pair: Cluster, server_alone: ServerAlone
 ) -> None:

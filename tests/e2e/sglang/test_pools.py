@@ -46,6 +46,7 @@ def test_layers_with_a_window_are_a_group_of_their_own(one_rank: dict[str, int])
     memory.close()
 
 
+@pytest.mark.kind("MLA", on="memory")
 def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) -> None:
     from kvbus.integrations.sglang.pools import FULL, METADATA, pools_of
 
@@ -118,17 +119,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, int], list[str]]] = {
         ["swa"],
     ),
     "a state of the kind block_scale": (lambda: queue_of(head_pool()), {}, ["block_scale"]),
-    "index keys that are pooled": (
+    "index keys pooled": (
         lambda: queue_of(changed(index_pool(), index_kpool=2)),
         {},
         ["dsa"],
     ),
-    "a Mamba state in the layout of AMX": (
+    "Mamba states of AMX": (
         lambda: queue_of(in_layout_of_amx()),
         {},
         ["mamba"],
     ),
-    "a Mamba state .* with N-grams": (
+    "Mamba states .* with N-grams": (
         lambda: queue_of(
             changed(
                 pool := mamba_pool("Kimi"),
@@ -143,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, int], list[str]]] = {
         {},
         [],
     ),
-    "a draft model with other tensor parallelism": (
+    "a draft model of other tensor parallelism": (
         lambda: drafted(head_pool(), head_pool(num_heads=2)),
         {},
         [],
@@ -181,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, int], list[str]]] = {
         {},
         [],
     ),
-    "pools that SGLang may release: .*without --enable-memory-saver": (
+    "memory to release: unset --enable-memory-saver": (
         options(enable_memory_saver=True),
         {},
         [],

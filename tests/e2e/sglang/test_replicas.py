@@ -12,6 +12,7 @@ LENGTHS = (1, 15, 16, 17, 64, CHUNK_TOKENS + 1, 700)
 TIMES = 4
 
 
+@pytest.mark.kind("data-parallel replicas", on="servers")
 def test_each_replica_of_prefill_hands_off_to_each_of_decode(pair: Cluster, alone: Alone) -> None:
     prompts = [prompt_of(length, seed=length + n) for n in range(TIMES) for length in LENGTHS]
     before, agent = num_completed(pair.decode_agent), pair.decode_agent

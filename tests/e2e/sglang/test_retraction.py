@@ -14,6 +14,7 @@ SMALL = ("--max-total-tokens", "1536", "--num-reserved-decode-tokens", "16")
 COPIES = (*SMALL, "--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
+@pytest.mark.kind("requests that decode retracts for want of memory", on="servers")
 def test_retracted_requests_continue_from_a_copy_without_a_handoff(
     models: Path, server_alone: ServerAlone, tmp_path: Path
 ) -> None:

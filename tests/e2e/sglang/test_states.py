@@ -116,6 +116,10 @@ def hand_off(prefill: Any, decode: Any, address: str, states: list[str]) -> list
     return ends(sender, receiver)
 
 
+@pytest.mark.kind(
+    "fp8 (e4m3, e5m2); draft models; index keys of DSA; Mamba 2, gated delta nets, Kimi Linear",
+    on="memory",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_has_the_bytes_of_prefill(
     managers: Managers, bootstrap: Callable[[], str], kind: str
@@ -137,6 +141,7 @@ def test_decode_has_the_bytes_of_prefill(
     assert all(torch.equal(sent[place], got[place]) for place in sent)
 
 
+@pytest.mark.kind("gated delta nets and Kimi Linear of unlike tensor parallelism", on="memory")
 @pytest.mark.parametrize("kind", ["gated delta", "Kimi"])
 def test_state_of_two_ranks_is_joined_in_one(
     managers: Managers, bootstrap: Callable[[], str], one_rank: dict[str, int], kind: str
