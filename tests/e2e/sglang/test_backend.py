@@ -135,7 +135,6 @@ def test_an_abort_sends_no_request_to_a_bootstrap_server(
             silent.accept()
 
 
-@pytest.mark.kind("LoRA adapters, by name", on="memory")
 def test_adapter_is_matched_by_name_not_by_server_id(
     managers: Managers, bootstrap: Callable[[], str]
 ) -> None:
