@@ -45,8 +45,8 @@ def _begin(original: Any, queue: Any) -> Any:
 
 def _note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
     """Senders and receivers get only pages, so store the tokens."""
-    from kvbus.integrations.sglang import transfer
-
-    if queue.transfer_backend.value == BACKEND:
-        transfer.note_request(queue.kv_manager, request)
+    flags = [*rest[:1], named.get("is_retracted")]  # prefill passes a number of heads
+    is_retracted = any(flag is True for flag in flags)  # decode keeps its KV
+    if queue.transfer_backend.value == BACKEND and not is_retracted:
+        queue.kv_manager.requests.note(request)
     return original(queue, request, *rest, **named)

@@ -11,141 +11,32 @@ from __future__ import annotations
 
 import logging
 import os
-from asyncio import new_event_loop, run_coroutine_threadsafe
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from threading import Thread
-from time import monotonic
 from typing import Any
 
 import msgspec
-from aiohttp import ClientSession, ClientTimeout, web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
-    CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
     PrefillServerInfo,
 )
 
-from kvbus.engine import Fetch, Link, Offer, Rendezvous, prompt_digest, query_agent
+from kvbus.engine import Fetch, Link, Offer, Rendezvous
 from kvbus.errors import KVBusError, ProtocolError, reason_of
 from kvbus.integrations.sglang import pools
+from kvbus.integrations.sglang.facts import PARAMS_KEY, Requests, TicketAndToken, name_of
 from kvbus.integrations.sglang.options import Options
+from kvbus.integrations.sglang.places import BootstrapServer, PlaceRequest, Places
 from kvbus.protocol.engine import AgentRole, Outcome
 
 logger = logging.getLogger("sglang.kvbus")
 
-PLACE = "/kvbus"
 ELSEWHERE = "kvbus"
 """``bootstrap_host`` of a request that another engine than SGLang has prefilled."""
-PARAMS_KEY = "kvbus"
-PLACE_TIMEOUT_S = 5.0
-RETRY_PLACE_AFTER_S = 1.0
 MAX_PLACES = 4096
-MAX_NOTED = 65_536
-
-
-class TicketAndToken(msgspec.Struct, frozen=True):
-    ticket: dict[str, Any]
-    first_token: int
-    first_logprob: float | None = None
-
-
-@dataclass(frozen=True)
-class RequestFacts:
-    """Facts that SGLang does not pass to senders and receivers.
-
-    ``untold`` names options that need more than `TicketAndToken` has.
-    """
-
-    num_tokens: int
-    digest: str
-    given: object
-    wants_logprobs: bool
-    untold: Sequence[str]
-
-
-class AgentPlace(msgspec.Struct):
-    endpoint: str
-    server_key: str = ""
-    http_port: int | None = None
-
-
-class PlaceRequest:
-    def __init__(self, bootstrap_addr: str, answer: Future[AgentPlace]) -> None:
-        self._bootstrap_addr, self._ended_at = bootstrap_addr, 0.0
-        self._place: AgentPlace | None = None
-        self._error = ""
-        answer.add_done_callback(self._note_end)
-
-    def _note_end(self, answer: Future[AgentPlace]) -> None:
-        error, self._ended_at = answer.exception(), monotonic()
-        if error is None:
-            self._place = answer.result()
-        else:
-            self._error = str(error) or type(error).__name__
-
-    @property
-    def may_retry(self) -> bool:
-        return bool(self._error) and monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
-
-    def place(self) -> AgentPlace | None:
-        """Return None before the answer; raise `KVBusError` if the request failed."""
-        if self._error:
-            raise KVBusError(
-                f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
-                f"{self._error}; start that server with --disaggregation-transfer-backend kvbus, "
-                "and its agent"
-            )
-        return self._place
-
-
-_facts_by_room: OrderedDict[int, RequestFacts] = OrderedDict()
-
-
-def note_request(manager: Manager, request: Any) -> None:
-    tokens = list(request.origin_input_ids)
-    if manager.is_decode and manager.window is not None and len(tokens) > manager.window:
-        # SGLang allocates more pages than the window fills, and would cache all of them as valid.
-        request.skip_radix_cache_insert = True
-    custom = request.sampling_params.custom_params
-    _facts_by_room[request.bootstrap_room] = RequestFacts(
-        num_tokens=len(tokens),
-        digest=prompt_digest(tokens, [manager.lora_name(request.lora_id)]),
-        given=custom.get(PARAMS_KEY) if isinstance(custom, Mapping) else None,
-        wants_logprobs=request.return_logprob,
-        untold=[
-            *["top_logprobs_num"] * bool(request.logprob.top_logprobs_num),
-            *["return_sampling_mask"] * bool(request.return_sampling_mask),
-        ],
-    )
-    while len(_facts_by_room) > MAX_NOTED:
-        _facts_by_room.popitem(last=False)
-
-
-def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
-    """Return the pages of a window, the only state that startup accepts."""
-    return {pools.WINDOW: state_indices[0].tolist()} if state_indices else {}
-
-
-def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
-    named = Rendezvous(
-        transfer_id=name_of(room),
-        endpoint=place.endpoint,
-        server_key=place.server_key,
-        request_id=f"room-{room}",
-    )
-    return named.to_json()
-
-
-def name_of(room: int) -> str:
-    """A room has 63 random bits."""
-    return f"sglang-room-{room:016x}"
 
 
 class Manager(CommonKVManager):
@@ -157,21 +48,22 @@ class Manager(CommonKVManager):
 
     def begin(self, queue: Any) -> None:
         """Attach without waiting for the agent. Raises `ConfigError`."""
-        options, rank_pools = Options.of_environment(), pools.pools_of(queue)
+        options = Options.of_environment()
+        rank_pools = pools.pools_of(queue, self.kv_args.state_types)
         role = AgentRole(self.disaggregation_mode.value)
         engine = rank_pools.engine(
-            options.engine_id or f"sglang-{role}-{os.getppid()}",
+            (options.engine_id or f"sglang-{role}-{os.getppid()}") + pools.replica_suffix(),
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
         self.leads = pools.leads()
         self.is_decode = role is AgentRole.DECODE
         self.window = next((group.window for group in engine.groups if group.window), None)
-        self.rows = queue.metadata_buffers
+        names = {group.name for group in engine.groups}
+        self.paged, self.has_states = names & pools.PAGED, bool(names & pools.OTHER_BLOCKS)
+        self.rows, self.requests = queue.metadata_buffers, Requests(self)
         self.scheduler = queue.scheduler
-        self.places: dict[str, PlaceRequest] = {}
-        if self.is_decode and self.leads:
-            self._http_loop = new_event_loop()
-            Thread(target=self._http_loop.run_forever, name="kvbus-places", daemon=True).start()
+        if self.is_decode:
+            self.places = Places(self.prefill_info_table)
         self.link = Link(
             options.attach,
             engine,
@@ -185,23 +77,14 @@ class Manager(CommonKVManager):
         """Return the adapter's name: its id differs between servers."""
         return (self.scheduler.kv_event_lora_names.resolve(lora_id) or lora_id) if lora_id else ""
 
-    def request_place(self, bootstrap_addr: str) -> PlaceRequest:
-        request = self.places.get(bootstrap_addr)
-        if request is None or request.may_retry:
-            answer = run_coroutine_threadsafe(self._place_at(bootstrap_addr), self._http_loop)
-            request = self.places[bootstrap_addr] = PlaceRequest(bootstrap_addr, answer)
-        return request
-
-    async def _place_at(self, bootstrap_addr: str) -> AgentPlace:
-        timeout = ClientTimeout(total=PLACE_TIMEOUT_S)
-        async with (
-            ClientSession(timeout=timeout, raise_for_status=True) as session,
-            session.get(f"http://{bootstrap_addr}{PLACE}") as response,
-        ):
-            place = msgspec.json.decode(await response.read(), type=AgentPlace)
-        if (info := self.prefill_info_table.get(bootstrap_addr)) is not None:
-            info.prefill_http_port = place.http_port
-        return place
+    def states(self, state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
+        """Return the tables of groups that have other blocks than the pages of all layers."""
+        kinds = self.kv_args.state_types if state_indices else ()
+        return {
+            pools.STATES[kind]: [int(one) for one in blocks]
+            for kind, blocks in zip(kinds, state_indices or (), strict=True)
+            if kind in pools.STATES
+        }
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Return True: the agents compare the engines.
@@ -211,8 +94,8 @@ class Manager(CommonKVManager):
         table = self.prefill_info_table
         if bootstrap_addr not in table:
             if len(table) >= MAX_PLACES:
-                self.places.pop(oldest := next(iter(table)), None)
-                del table[oldest]
+                del table[oldest := next(iter(table))]
+                self.places.pop(oldest, None)
             table[bootstrap_addr] = PrefillServerInfo(
                 attn_tp_size=self.attn_tp_size,
                 attn_cp_size=1,
@@ -223,7 +106,7 @@ class Manager(CommonKVManager):
                 follow_bootstrap_room=True,
             )
         if self.leads and not bootstrap_addr.startswith(f"{ELSEWHERE}:"):
-            self.request_place(bootstrap_addr)
+            self.places.request(bootstrap_addr)
         return True
 
     def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
@@ -232,23 +115,6 @@ class Manager(CommonKVManager):
         rows.output_ids[row, 0] = rows.output_token_logprobs_idx[row, 0] = given.first_token
         rows.output_token_logprobs_val[row, 0] = given.first_logprob or 0.0
         rows.bootstrap_room[row, 0] = room
-
-    def remove_place(self, bootstrap_addr: str) -> None:
-        self.places.pop(bootstrap_addr, None)
-
-
-class BootstrapServer(CommonKVBootstrapServer):
-    def _setup_routes(self) -> None:
-        super()._setup_routes()
-        self.app.router.add_get(PLACE, self._reply_with_place)
-
-    async def _reply_with_place(self, _: web.Request) -> web.Response:
-        try:
-            agent = await query_agent(Options.of_environment().attach)
-        except KVBusError as error:
-            return web.Response(text=f"no agent: {error.message}", status=503)
-        place = AgentPlace(agent.peer_endpoint, agent.server_key, self.prefill_http_port)
-        return web.json_response(msgspec.to_builtins(place))
 
 
 class Sender(CommonKVSender):
@@ -264,9 +130,9 @@ class Sender(CommonKVSender):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._offer: Offer | None = None
-        self._facts = _facts_by_room.pop(self.bootstrap_room, None)
+        self._facts = self.kv_mgr.requests.take(self.bootstrap_room)
         self._unsent: list[int] = []
-        self._windows: dict[str, list[int]] = {}
+        self._states: dict[str, list[int]] = {}
         self._writes: list[Any] = []
         """Events of steps that may still write to unsent pages."""
         self._has_all = self._is_sealed = self._is_given_up = False
@@ -283,7 +149,7 @@ class Sender(CommonKVSender):
             num_tokens=0,
             block_ids={} if self.aux_index is None else {pools.METADATA: [self.aux_index]},
             sealed=False,
-            transfer_id=name_of(room),
+            transfer_id=self._facts.transfer_id if self._facts else name_of(room),
             prompt_digest=self._facts.digest if self._facts else "",
             ttl_s=self.kv_mgr.bootstrap_timeout,
         )
@@ -308,7 +174,7 @@ class Sender(CommonKVSender):
         self._writes += [event for event in events if event is not None]
         self._record_transfer_indices(kv_indices, state_indices)
         self._unsent += kv_indices.tolist()
-        self._windows = _windows(state_indices)
+        self._states = self.kv_mgr.states(state_indices)
         self._extend_offer()
 
     # SGLang sends some pages while a step may still write to them. With overlap scheduling these
@@ -322,22 +188,21 @@ class Sender(CommonKVSender):
     # all-reduces of a step keep the ranks together, so the event of this rank stands for all.
     def _extend_offer(self) -> None:
         self._writes = [event for event in self._writes if not event.query()]
-        manager, pages, windows = self.kv_mgr, self._unsent, self._windows
+        manager, pages, states = self.kv_mgr, self._unsent, self._states
         if self._writes or self._is_sealed or not (pages or self._has_all):
             return
-        if manager.window is not None and not self._has_all:
-            return  # the pages of the window come with the last ones
+        if manager.has_states and not self._has_all:
+            return  # their blocks come with the last pages
         self._unsent, self._is_sealed = [], self._has_all
         if self._offer is None or self._is_given_up:
             return
         num_tokens = self.curr_idx * manager.kv_args.page_size
         if self._has_all and self._facts:
             num_tokens = self._facts.num_tokens
-        self._offer.extend(
-            num_tokens,
-            {pools.FULL: pages, **windows},
-            first_blocks={name: self.curr_idx - len(ids) for name, ids in windows.items()},
-        )
+        tables = {**dict.fromkeys(manager.paged, pages), **states}
+        windows = states.keys() & {pools.WINDOW}
+        first_blocks = {name: self.curr_idx - len(states[name]) for name in windows}
+        self._offer.extend(num_tokens, tables, first_blocks=first_blocks)
         if self._has_all:
             self._offer.seal()
 
@@ -385,7 +250,7 @@ class Receiver(CommonKVReceiver):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._facts = _facts_by_room.pop(self.bootstrap_room, None)
+        self._facts = self.kv_mgr.requests.take(self.bootstrap_room)
         self._fetch: Fetch | None = None
         self._place: PlaceRequest | None = None
         self._start_fetch: Callable[[Mapping[str, Any]], Fetch] | None = None
@@ -404,7 +269,8 @@ class Receiver(CommonKVReceiver):
     ) -> None:
         self._has_metadata = True
         first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
-        tables = {pools.FULL: kv_indices.tolist(), pools.METADATA: rows, **_windows(state_indices)}
+        tables = dict.fromkeys(self.kv_mgr.paged, kv_indices.tolist())
+        tables |= {pools.METADATA: rows, **self.kv_mgr.states(state_indices)}
         num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
         if self._facts is not None:
             num_tokens = self._facts.num_tokens
@@ -415,7 +281,7 @@ class Receiver(CommonKVReceiver):
             if not self.kv_mgr.leads:
                 return
             if given is None:
-                self._place = self.kv_mgr.request_place(self.bootstrap_addr)
+                self._place = self.kv_mgr.places.request(self.bootstrap_addr)
             self._start_fetch = partial(
                 self.kv_mgr.link.fetch,
                 num_tokens=num_tokens,
@@ -467,7 +333,15 @@ class Receiver(CommonKVReceiver):
             return given.ticket
         request = self._place or self.kv_mgr.places.get(self.bootstrap_addr)
         place = request.place() if request is not None else None
-        return rendezvous_of(place, self.bootstrap_room) if place is not None else None
+        if place is None:
+            return None
+        room = self.bootstrap_room
+        return Rendezvous(
+            transfer_id=self._facts.transfer_id if self._facts else name_of(room),
+            endpoint=place.endpoint,
+            server_key=place.server_key,
+            request_id=f"room-{room}",
+        ).to_json()
 
     def poll(self) -> Any:
         self._fetch_soon()
@@ -487,7 +361,7 @@ class Receiver(CommonKVReceiver):
         if notice.outcome is Outcome.COMPLETED:
             return KVPoll.Success
         if notice.code in ("peer_unreachable", "peer_lost"):
-            self.kv_mgr.remove_place(self.bootstrap_addr)
+            self.kv_mgr.places.pop(self.bootstrap_addr, None)
         if notice.outcome is not Outcome.CANCELLED:
             self.kv_mgr.link.release(fetch.ticket)
         self._fail(f"kvbus: {notice.message} [{notice.code}]")

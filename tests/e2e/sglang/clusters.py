@@ -36,6 +36,7 @@ class Side:
     page: int
     tp: int = 1
     pp: int = 1
+    dp: int = 1
     flags: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,6 +59,7 @@ CLUSTERS: Mapping[str, Shape] = {
     # Pages of one token to larger ones, and layers with a window, for a model that has such layers.
     "windows": Shape(Side(1), Side(16, flags=RADIX), model="mellum", agents_first=False),
     "stages": Shape(Side(1, pp=2), Side(16)),
+    "replicas": Shape(Side(16, dp=2), Side(64, dp=2)),
 }
 
 
@@ -170,6 +172,7 @@ def sglang_of(
     pp: int,
     flags: Sequence[str],
     env: Mapping[str, str],
+    dp: int = 1,
 ) -> SglangServer:
     """A server of one role, beside the agent at ``attach``; it is not started."""
     return SglangServer(
@@ -177,12 +180,13 @@ def sglang_of(
         folder,
         (
             *("--page-size", str(page), "--tp-size", str(tp), "--pp-size", str(pp)),
+            *("--dp-size", str(dp)),
             *("--disaggregation-mode", role),
             *("--disaggregation-transfer-backend", "kvbus", *flags),
         ),
         {
             "KVBUS_ATTACH": attach,
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join([*map(str, range(tp))] * pp),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join([*map(str, range(tp * dp))] * pp),
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(GIVES_UP_S),
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(GIVES_UP_S),
             **env,
@@ -216,6 +220,7 @@ def cluster(shape: Shape, models: Path, folder: Path) -> Iterator[Cluster]:
                 page=side.page,
                 tp=side.tp,
                 pp=side.pp,
+                dp=side.dp,
                 flags=(*modes[role], *side.flags),
                 env=side.env,
             )

@@ -2,203 +2,38 @@
 
 import gc
 import socket
-import threading
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from itertools import count
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import pytest
-import torch
 
 from kvbus.errors import ConfigError
 from kvbus.integrations.vllm.params import digest_of
-from kvbus.spawn import free_port
-from tests.e2e.sglang.test_pools import queue_of, scheduler_of
-from tests.support.agents import Agents, started, wait_until
+from tests.e2e.sglang.backend import (
+    NUM_TOKENS,
+    PAGE,
+    ROOMS,
+    ROW,
+    Event,
+    Managers,
+    ends,
+    key_pages,
+    num_reported,
+    num_tokens_of,
+    pages_of,
+    receiver_of,
+    request,
+    sender_of,
+    write,
+)
+from tests.e2e.sglang.pooled import queue_of
+from tests.support.agents import Agents, wait_until
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
-PAGE = 16
-NUM_TOKENS = 2 * PAGE + 3
-PAGES = {"prefill": [3, 1, 4], "decode": [2, 4, 1]}
-ROW = 1
-ROOMS = count(1)
-Managers = Callable[..., Any]
-
-
-class Event:
-    """What SGLang records behind a step in the GPU's stream. Nobody may wait for it."""
-
-    is_done = False
-
-    def query(self) -> bool:
-        return self.is_done
-
-
-@pytest.fixture(scope="module")
-def agents() -> Iterator[Agents]:
-    with started("prefill", "decode") as both:
-        yield both
-        both.check()
-
-
-@pytest.fixture
-def managers(
-    one_rank: dict[str, int], agents: Agents, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Managers]:
-    """Makes the manager of a role: SGLang's part of it needs a whole server, and is set here."""
-    from sglang.srt.disaggregation.common import conn
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.mem_cache.events import KvEventLoraNames
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    from kvbus.integrations.sglang.transfer import Manager
-
-    made: list[Any] = []
-    monkeypatch.setattr(conn, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=1))
-    monkeypatch.setenv("KVBUS_MODEL", "model")
-
-    def of(role: str) -> Any:
-        agent = agents.all[0] if role == "prefill" else agents.all[1]
-        monkeypatch.setenv("KVBUS_ATTACH", str(agent.attach))
-        monkeypatch.setenv("KVBUS_ENGINE_ID", f"{role}-{uuid.uuid4().hex}")
-        manager = Manager.__new__(Manager)
-        manager.__dict__.update(
-            kv_args=SimpleNamespace(page_size=PAGE),
-            disaggregation_mode=DisaggregationMode(role),
-            server_args=None,
-            attn_tp_size=1,
-            is_dummy_cp_rank=False,
-            bootstrap_timeout=60.0,
-            waiting_timeout=60.0,
-            request_status={},
-            failure_records={},
-            failure_lock=threading.Lock(),
-            _deferred_ack_targets={},
-            _deferred_ack_poisoned_rooms=set(),
-            _staging_outstanding=defaultdict(int),
-            addr_to_rooms_tracker=defaultdict(set),
-            prefill_response_tracker={},
-            prefill_info_table={},
-        )
-        pool = MHATokenToKVPool(
-            size=4 * PAGE,
-            page_size=PAGE,
-            dtype=torch.float32,
-            head_num=4,
-            head_dim=8,
-            layer_num=2,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        scheduler = scheduler_of(disaggregation_mode=role)
-        scheduler.kv_event_lora_names = KvEventLoraNames()
-        manager.begin(queue_of(pool, scheduler=scheduler))
-        assert manager.link.wait_open(30)
-        manager.pool = pool
-        made.append(manager)
-        return manager
-
-    yield of
-    for manager in made:
-        manager.link.close()
-
-
-@pytest.fixture
-def bootstrap(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """Starts the bootstrap server of the prefill server, and returns its address."""
-    from kvbus.integrations.sglang.transfer import BootstrapServer
-
-    servers: list[Any] = []
-
-    def address() -> str:
-        monkeypatch.setenv("KVBUS_ATTACH", str(agents.all[0].attach))
-        server = BootstrapServer("127.0.0.1", free_port())
-        servers.append(server)
-        wait_until(lambda: is_served(server.port), "a bootstrap server")
-        return f"127.0.0.1:{server.port}"
-
-    yield address
-    for server in servers:
-        server.close()
-
-
-def is_served(port: int) -> bool:
-    with closing(socket.socket()) as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def request(room: int, lora_id: str | None = None) -> Any:
-    """A request as SGLang's queues have it."""
-    return SimpleNamespace(
-        origin_input_ids=list(range(NUM_TOKENS)),
-        sampling_params=SimpleNamespace(custom_params=None),
-        bootstrap_room=room,
-        lora_id=lora_id,
-        return_logprob=False,
-        logprob=SimpleNamespace(top_logprobs_num=0),
-        return_sampling_mask=False,
-    )
-
-
-def sender_of(manager: Any, room: int, lora_id: str | None = None) -> Any:
-    """The sender of a request, which has its pages."""
-    from kvbus.integrations.sglang.transfer import Sender, note_request
-
-    note_request(manager, request(room, lora_id))
-    sender = Sender(manager, "", room)
-    sender.init(len(PAGES["prefill"]), ROW)
-    return sender
-
-
-def receiver_of(manager: Any, room: int, address: str, lora_id: str | None = None) -> Any:
-    """The receiver of a request; its pages follow."""
-    from kvbus.integrations.sglang.transfer import Receiver, note_request
-
-    note_request(manager, request(room, lora_id))
-    receiver = Receiver(manager, address, room)
-    assert manager.try_ensure_parallel_info(address)
-    receiver.init(0)
-    return receiver
-
-
-def pages_of(role: str) -> Any:
-    return np.array(PAGES[role], np.int32)
-
-
-def num_reported(agents: Agents, manager: Any, room: int) -> int:
-    """Tokens of a room that the prefill agent knows. Its engine's requests so far are handled."""
-    last = manager.link.offer(f"last-{uuid.uuid4()}", num_tokens=0, block_ids={}, sealed=False)
-    assert last.ticket
-    last.withdraw().wait(30)
-    spans = agents.all[0].trace(request_id=f"room-{room}")
-    return int(next(span for span in spans if span["name"] == "offer")["attributes"]["num_tokens"])
-
-
-def ends(*of: Any) -> list[Any]:
-    """The states in which SGLang, which polls all of them, sees them end."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    over = {KVPoll.Success, KVPoll.Failed}
-    wait_until(lambda: {one.poll() for one in of} <= over, "the end")
-    return [one.poll() for one in of]
-
-
-def key_pages(manager: Any, role: str) -> torch.Tensor:
-    """The keys of all tokens in the pages of a request, in their order."""
-    layers = torch.stack([buffer.view(-1, PAGE, 4, 8) for buffer in manager.pool.k_buffer])
-    return layers[:, PAGES[role]].flatten(1, 2)[:, :NUM_TOKENS]
-
-
-def write(manager: Any, value: float) -> None:
-    """What the step does that computes the request."""
-    for buffer in manager.pool.k_buffer:
-        buffer.view(-1, PAGE, 4, 8)[PAGES["prefill"]] = value
 
 
 @pytest.mark.parametrize("way", ["cached prefix", "pipeline stages"])
@@ -247,10 +82,10 @@ def test_silent_bootstrap_server_delays_only_its_own_requests(
 ) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    from kvbus.integrations.sglang import transfer
+    from kvbus.integrations.sglang import places
 
-    monkeypatch.setattr(transfer, "PLACE_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(transfer, "RETRY_PLACE_AFTER_S", 60.0)
+    monkeypatch.setattr(places, "PLACE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(places, "RETRY_PLACE_AFTER_S", 60.0)
     prefill, decode = managers("prefill"), managers("decode")
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -335,6 +170,81 @@ def test_adapter_is_matched_by_name_not_by_server_id(
 
     assert ids[prefill] != ids[decode]
     assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}
+
+
+@pytest.mark.kind("data-parallel attention", on="memory")
+@pytest.mark.parametrize("kind", ["replicas", "attention"])
+def test_data_parallel_replicas_are_engines_of_their_own(
+    managers: Managers, bootstrap: Callable[[], str], one_rank: dict[str, int], kind: str
+) -> None:
+    """Their processes have one parent, and one name in the environment."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    sizes = {"dp_size": 2} if kind == "replicas" else {"attn_dp_size": 2}
+    one_rank |= {"num_dp_ranks": 2, **sizes}
+    sides: dict[str, list[Any]] = {"prefill": [], "decode": []}
+    for role, number in product(sides, range(2)):
+        place = (number, 0) if kind == "replicas" else (0, number)
+        one_rank |= dict(zip(("dp_rank", "attn_dp_rank"), place, strict=True))
+        sides[role].append(managers(role, name=f"{role}-{kind}"))
+    address = bootstrap()
+
+    for value, (prefill, decode) in enumerate(product(*sides.values()), start=1):
+        room = next(ROOMS)
+        sender, receiver = sender_of(prefill, room), receiver_of(decode, room, address)
+        receiver.send_metadata(pages_of("decode"), ROW, None)
+        write(prefill, float(value))
+        sender.send(pages_of("prefill"))
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
+        assert (key_pages(decode, "decode") == value).all()
+    names = [manager.link.engine.engine_id for manager in sides["prefill"]]
+    assert names == [f"prefill-{kind}-dp0", f"prefill-{kind}-dp1"]
+
+
+def test_request_that_decode_retracted_has_its_room_again(
+    managers: Managers, bootstrap: Callable[[], str]
+) -> None:
+    """Decode has the tokens of its output, too; prefill gets all of them as a prompt."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    prefill, decode, room, address = managers("prefill"), managers("decode"), 999, bootstrap()
+    tokens = list(range(num_tokens_of(prefill)))
+    for value, length in enumerate((len(tokens) - 2, len(tokens) - 1, len(tokens)), start=1):
+        cut = min(length, len(tokens) - 2)
+        sender = sender_of(prefill, room, origin_input_ids=tokens[:length])
+        receiver = receiver_of(
+            decode,
+            room,
+            address,
+            origin_input_ids=tokens[:cut],
+            output_ids=tokens[cut:length],
+            pd_rebootstrap_in_progress=value > 1,
+        )
+        receiver.send_metadata(pages_of("decode"), ROW, None)
+        write(prefill, float(value))
+        sender.send(pages_of("prefill"))
+
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
+        assert (key_pages(decode, "decode")[:, :length] == value).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "is_noted"),
+    [((), {}, True), ((1,), {}, True), ((True,), {}, False), ((), {"is_retracted": True}, False)],
+)
+def test_request_that_comes_back_from_a_copy_of_decode_is_not_noted(
+    managers: Managers, given: tuple[Any, ...], named: dict[str, Any], is_noted: bool
+) -> None:
+    """SGLang queues it again, but no receiver follows, which would take the facts."""
+    from kvbus.integrations import sglang
+
+    manager, room = managers("decode"), next(ROOMS)
+    backend = SimpleNamespace(value=sglang.BACKEND)
+    queue = SimpleNamespace(kv_manager=manager, transfer_backend=backend)
+
+    sglang._note_request(lambda *_, **__: None, queue, request(manager, room), *given, **named)
+
+    assert (manager.requests.take(room) is not None) == is_noted
 
 
 def test_the_link_keeps_nothing_of_a_request_that_sglang_saw_end(

@@ -35,6 +35,7 @@ def servers(_servers: Crossed) -> Iterator[Crossed]:
     _servers.check()
 
 
+@pytest.mark.kind("vLLM on the other side", on="servers")
 @WAYS
 def test_decode_says_what_either_engine_says_alone(
     servers: Crossed, alone: Alone, way: str

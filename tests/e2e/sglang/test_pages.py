@@ -188,6 +188,26 @@ def test_what_an_unlike_engine_prefilled_is_refused_by_name(
     works_again(pair, alone)
 
 
+@pytest.mark.kind("requests that decode retracts for new weights", on="servers")
+def test_request_that_decode_retracts_continues_where_it_was(
+    pair: Cluster, server_alone: ServerAlone
+) -> None:
+    """Prefill computes its tokens again, as it does after an update of weights."""
+    prompt, num_tokens = prompt_of(90, seed=430), 400
+    before = num_completed(pair.decode_agent)
+    room = pair.room()
+    prefill = pair.prefill.begin(prompt, num_tokens, **room)
+    decode = pair.decode.begin(prompt, num_tokens, **room)
+    prefill.tokens()
+    wait_until(lambda: num_completed(pair.decode_agent) == before + 1, "a handoff")
+
+    assert pair.decode.post("/pause_generation", {"mode": "retract"}) == 200
+    assert pair.decode.post("/continue_generation", {}) == 200
+
+    assert decode.tokens() == server_alone("gqa").generate(prompt, num_tokens)
+    assert num_completed(pair.decode_agent) == before + 2
+
+
 def test_a_request_of_which_one_server_hears_fails_in_time(pair: Cluster, alone: Alone) -> None:
     prompt, started = prompt_of(40, seed=400), time.monotonic()
     calls = [server.begin(prompt, 4, **pair.room()) for server in (pair.prefill, pair.decode)]

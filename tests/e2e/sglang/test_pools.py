@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,89 +9,19 @@ import torch
 
 from kvbus.errors import ConfigError
 from kvbus.geometry import KvPart, validate_rank, validate_ranks
+from tests.e2e.sglang.pooled import (
+    drafted,
+    head_pool,
+    index_pool,
+    latent_pool,
+    mamba_pool,
+    pool_of_windows,
+    queue_of,
+    scaled_pool,
+    scheduler_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
-
-
-def scheduler_of(**different: Any) -> Any:
-    """A scheduler of SGLang, with other options than the defaults."""
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 4,
-        get_swa_num_kv_heads=lambda tp_size: 2 // tp_size,
-        num_hidden_layers=4,
-    )
-    options: dict[str, Any] = {"nnodes": 1, "disaggregation_decode_host_receive_threshold": 1}
-    options |= {"disaggregation_mode": "prefill", **different}
-    return SimpleNamespace(
-        model_config=model, server_args=SimpleNamespace(**options), sliding_window_size=95
-    )
-
-
-def queue_of(pool: Any, **different: Any) -> Any:
-    """What a queue of SGLang's scheduler has."""
-    rows = SimpleNamespace(
-        output_ids=torch.zeros((4, 16), dtype=torch.int32),
-        bootstrap_room=torch.zeros((4, 8), dtype=torch.uint64),
-        no_rows=None,
-    )
-    queue = {
-        "token_to_kv_pool": pool,
-        "metadata_buffers": rows,
-        "scheduler": scheduler_of(),
-        "draft_token_to_kv_pool": None,
-    }
-    return SimpleNamespace(**{**queue, **different})
-
-
-def head_pool(dtype: torch.dtype = torch.float32, quantised_by: str | None = None) -> Any:
-    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    return MHATokenToKVPool(
-        size=64,
-        page_size=16,
-        dtype=dtype,
-        head_num=4,
-        head_dim=32,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-        quant_method=get_kv_cache_quant_method(quantised_by) if quantised_by else None,
-    )
-
-
-def latent_pool(dtype: torch.dtype = torch.bfloat16) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    return MLATokenToKVPool(
-        size=64,
-        page_size=16,
-        dtype=dtype,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
-def pool_of_windows(
-    full_layers: list[int], window_layers: list[int], dtype: torch.dtype = torch.float32
-) -> Any:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    return SWAKVPool(
-        size=64,
-        size_swa=32,
-        page_size=16,
-        dtype=dtype,
-        head_num=4,
-        head_dim=8,
-        swa_head_num=2,
-        swa_attention_layer_ids=window_layers,
-        full_attention_layer_ids=full_layers,
-        device="cpu",
-    )
 
 
 def test_layers_with_a_window_are_a_group_of_their_own(one_rank: dict[str, int]) -> None:
@@ -117,6 +46,7 @@ def test_layers_with_a_window_are_a_group_of_their_own(one_rank: dict[str, int])
     memory.close()
 
 
+@pytest.mark.kind("MLA", on="memory")
 def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) -> None:
     from kvbus.integrations.sglang.pools import FULL, METADATA, pools_of
 
@@ -139,35 +69,149 @@ def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) ->
     memory.close()
 
 
-@pytest.mark.parametrize(
-    ("place", "different", "named"),
-    [
-        (
-            {"pp_size": 2},
-            {"scheduler": scheduler_of(disaggregation_mode="decode")},
-            "pipeline stages, at decode",
+def changed(pool: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(pool, name, value)
+    return pool
+
+
+def options(**different: Any) -> Callable[[], Any]:
+    return lambda: queue_of(head_pool(), scheduler=scheduler_of(**different))
+
+
+def in_layout_of_amx() -> Any:
+    pool = mamba_pool("gated delta")
+    (conv,) = pool.mamba_pool.mamba_cache.conv
+    conv.as_strided_(conv.shape, (*conv.stride()[:2], 1, conv.shape[2]))
+    return pool
+
+
+# By what is in the message: the queue, the place of the rank, and states beside pages.
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, int], list[str]]] = {
+    "a pool of the kind object: .* another --disaggregation-transfer-backend": (
+        lambda: queue_of(object()),
+        {},
+        [],
+    ),
+    "a pool of the kind MHATokenToKVPoolMXFP8: .*--kv-cache-dtype auto": (
+        lambda: queue_of(scaled_pool()),
+        {},
+        [],
+    ),
+    "a pool of the kind MLATokenToKVPool": (
+        lambda: queue_of(changed(pool_of_windows([1], [0]), swa_kv_pool=latent_pool())),
+        {},
+        ["swa"],
+    ),
+    "a pool of the kind Nothing": (
+        lambda: drafted(head_pool(), type("Nothing", (), {})()),
+        {},
+        [],
+    ),
+    "keys and values of unlike size": (
+        lambda: queue_of(changed(head_pool(), v_head_dim=16)),
+        {},
+        [],
+    ),
+    "a model without full attention": (
+        lambda: queue_of(pool_of_windows([], [0, 1])),
+        {},
+        ["swa"],
+    ),
+    "a state of the kind block_scale": (lambda: queue_of(head_pool()), {}, ["block_scale"]),
+    "index keys pooled": (
+        lambda: queue_of(changed(index_pool(), index_kpool=2)),
+        {},
+        ["dsa"],
+    ),
+    "Mamba states of AMX": (
+        lambda: queue_of(in_layout_of_amx()),
+        {},
+        ["mamba"],
+    ),
+    "Mamba states .* with N-grams": (
+        lambda: queue_of(
+            changed(
+                pool := mamba_pool("Kimi"),
+                mamba_pool=changed(pool.mamba_pool, _slot_siblings=[object()]),
+            )
         ),
-        ({"dp_size": 2}, {}, "data parallelism"),
-        ({"attn_cp_size": 2}, {}, "context parallelism"),
-        ({}, {"draft_token_to_kv_pool": object()}, "a draft model"),
-        ({}, {"token_to_kv_pool": object()}, "a pool of the kind object"),
-        ({}, {"scheduler": scheduler_of(nnodes=2)}, "a server on several machines"),
-        (
-            {},
-            {"scheduler": scheduler_of(disaggregation_decode_host_receive_threshold=0.5)},
-            "the host memory of decode",
-        ),
-    ],
-)
-def test_what_is_not_handed_over_is_refused_by_name(
-    one_rank: dict[str, int], place: dict[str, int], different: dict[str, Any], named: str
-) -> None:
+        {},
+        ["mamba"],
+    ),
+    "a draft model of DFLASH: set --speculative-algorithm": (
+        lambda: drafted(head_pool(), head_pool(), algorithm="DFLASH"),
+        {},
+        [],
+    ),
+    "a draft model of other tensor parallelism": (
+        lambda: drafted(head_pool(), head_pool(num_heads=2)),
+        {},
+        [],
+    ),
+    "pipeline stages of decode: start decode with --pp-size 1": (
+        options(disaggregation_mode="decode"),
+        {"pp_size": 2},
+        [],
+    ),
+    r"more than full attention \(swa\): start prefill with --pp-size 1": (
+        lambda: queue_of(pool_of_windows([1], [0])),
+        {"pp_size": 2},
+        ["swa"],
+    ),
+    r"more than full attention \(mamba\)": (
+        lambda: queue_of(mamba_pool("Mamba 2")),
+        {"pp_size": 2},
+        ["mamba"],
+    ),
+    r"more than full attention \(a draft model\)": (
+        lambda: drafted(head_pool(), head_pool()),
+        {"pp_size": 2},
+        [],
+    ),
+    "context parallelism: .*--attn-cp-size 1": (options(), {"attn_cp_size": 2}, []),
+    "context parallelism: .*--dcp-size 1": (options(), {"attn_dcp_size": 2}, []),
+    "a server on several machines: .*--nnodes 1": (options(nnodes=2), {}, []),
+    "the host memory of decode: .*host-receive-threshold 1": (
+        options(disaggregation_decode_host_receive_threshold=0.5),
+        {},
+        [],
+    ),
+    "allocates after prefill: .*--disaggregation-decode-allocation-policy early": (
+        options(disaggregation_decode_allocation_policy="prefill_complete"),
+        {},
+        [],
+    ),
+    "memory to release: unset --enable-memory-saver": (
+        options(enable_memory_saver=True),
+        {},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_is_not_handed_over_is_refused_by_name(one_rank: dict[str, int], named: str) -> None:
+    from sglang.srt.disaggregation.base.conn import StateType
+
     from kvbus.integrations.sglang.pools import pools_of
 
+    make, place, states = REFUSED[named]
     one_rank |= place
 
     with pytest.raises(ConfigError, match=named):
-        pools_of(queue_of(latent_pool(), **different))
+        pools_of(make(), [StateType(state) for state in states])
+
+
+def test_staging_buffers_of_sglang_are_refused_by_name(
+    one_rank: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbus.integrations.sglang.pools import pools_of
+
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+
+    with pytest.raises(ConfigError, match="unset SGLANG_DISAGG_STAGING_BUFFER"):
+        pools_of(queue_of(head_pool()))
 
 
 def test_stage_holds_its_layers_and_rank_0_of_last_one_metadata(
@@ -221,30 +265,10 @@ def test_each_rank_of_decode_has_metadata_of_its_own(one_rank: dict[str, int]) -
     assert has_metadata == [True, True]
 
 
-def test_windows_alone_and_odd_window_pools_are_refused(
-    one_rank: dict[str, int],
-) -> None:
-    from kvbus.integrations.sglang.pools import pools_of
-
-    strange = pool_of_windows([1], [0])
-    strange.swa_kv_pool = latent_pool()
-
-    with pytest.raises(ConfigError, match="all have a sliding window"):
-        pools_of(queue_of(pool_of_windows([], [0, 1])))
-    one_rank["pp_size"] = 2
-    with pytest.raises(ConfigError, match="stages of layers with a sliding window"):
-        pools_of(queue_of(pool_of_windows([1], [0])))
-    with pytest.raises(ConfigError, match="a pool of the kind MLATokenToKVPool"):
-        pools_of(queue_of(strange))
-
-
 QUANTISED: dict[str, Callable[[], Any]] = {
-    "float8_e4m3fn": lambda: head_pool(torch.float8_e4m3fn),
-    "float8_e5m2": lambda: head_pool(torch.float8_e5m2),
-    "cpu_fp8_e4m3": lambda: head_pool(torch.float8_e4m3fn, "cpu_fp8_e4m3"),
     "fp4_mx_block16": lambda: head_pool(torch.bfloat16, "fp4_mx_block16"),
-    "latent, float8_e4m3fn": lambda: latent_pool(torch.float8_e4m3fn),
-    "windows, float8_e5m2": lambda: pool_of_windows([1], [0], torch.float8_e5m2),
+    "float8_e4m3fnuz": lambda: head_pool(torch.float8_e4m3fnuz),
+    "latent, float8_e4m3fnuz": lambda: latent_pool(torch.float8_e4m3fnuz),
 }
 """By what is in the message."""
 
@@ -261,15 +285,27 @@ def test_quantised_pool_is_refused_with_setting_to_change(
         pools_of(queue_of(QUANTISED[named]()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_pool_of_plain_numbers_is_not_refused(
-    one_rank: dict[str, int], dtype: torch.dtype
-) -> None:
+PLAIN: dict[str, Callable[[], Any]] = {
+    "float32": head_pool,
+    "float16": lambda: head_pool(torch.float16),
+    "bfloat16": lambda: head_pool(torch.bfloat16),
+    "float8_e4m3fn": lambda: head_pool(torch.float8_e4m3fn),
+    "float8_e5m2": lambda: head_pool(torch.float8_e5m2),
+    "of a CPU, float8_e4m3fn": lambda: head_pool(torch.float8_e4m3fn, "cpu_fp8_e4m3"),
+    "latent, float8_e4m3fn": lambda: latent_pool(torch.float8_e4m3fn),
+    "windows, float8_e5m2": lambda: pool_of_windows([1], [0], torch.float8_e5m2),
+}
+"""By the dtype that both servers must have."""
+
+
+@pytest.mark.parametrize("named", PLAIN)
+def test_pool_without_scales_has_its_dtype(one_rank: dict[str, int], named: str) -> None:
     from kvbus.integrations.sglang.pools import pools_of
 
-    found = pools_of(queue_of(head_pool(dtype)))
+    found = pools_of(queue_of(PLAIN[named]()))
 
-    assert found.groups[0].dtype == str(dtype).removeprefix("torch.")
+    assert found.groups[0].dtype == named.rpartition(", ")[2]
+    found.share(found.engine("engine", "model")).close()
 
 
 def test_a_pool_in_another_layout_is_refused_by_name(

@@ -1,5 +1,7 @@
 """Two ranks to one, small pages to large ones, by NIXL."""
 
+import pytest
+
 from tests.e2e.sglang.clusters import CHUNK_TOKENS, Cluster, prompt_of
 from tests.e2e.sglang.conftest import Alone
 
@@ -7,6 +9,7 @@ CLUSTER = "ranks"
 LENGTHS = (1, 16, 17, CHUNK_TOKENS, 700)
 
 
+@pytest.mark.kind("tensor parallelism, other page sizes, GQA", on="servers")
 def test_two_ranks_hand_off_to_one(pair: Cluster, alone: Alone) -> None:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
 

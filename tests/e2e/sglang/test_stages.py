@@ -12,6 +12,7 @@ CLUSTER = "stages"
 LENGTHS = (1, 16, 17, CHUNK_TOKENS, CHUNK_TOKENS + 1, 700)
 
 
+@pytest.mark.kind("pipeline stages of prefill", on="servers")
 def test_stages_hand_off_to_one(pair: Cluster, alone: Alone) -> None:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
 

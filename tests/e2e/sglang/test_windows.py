@@ -2,6 +2,8 @@
 ones; servers that were there before their agents.
 """
 
+import pytest
+
 from tests.e2e.sglang.clusters import CHUNK_TOKENS, Cluster, num_completed, prompt_of
 from tests.e2e.sglang.conftest import Alone
 from tests.e2e.sglang.test_pages import works_again
@@ -15,6 +17,7 @@ def test_servers_that_were_there_before_their_agents_hand_off(pair: Cluster, alo
     works_again(pair, alone)
 
 
+@pytest.mark.kind("sliding windows beside full attention", on="servers")
 def test_decode_says_what_sglang_says_alone(pair: Cluster, alone: Alone) -> None:
     """Also where the same prompt, or one that begins with it, is asked for again."""
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
