@@ -190,20 +190,16 @@ Script = list[tuple[bytes, list[int | None]]]
 """Chunks of bytes, each with the sizes of its files."""
 SEGMENTS = st.builds(
     LentSegment,
-    rank=st.integers(0, 3),
-    segment_id=st.sampled_from(["kv", "x"]),
-    size_bytes=st.sampled_from([1, PAGE, 1 << 50]),
+    st.integers(0, 3),
+    st.sampled_from(["kv", "x"]),
+    st.sampled_from([1, PAGE, 1 << 50]),
 )
-ANSWERS = st.builds(
-    MemoryLent,
-    agent_boot=st.sampled_from(["boot", "another"]),
-    segments=st.lists(SEGMENTS, max_size=3).map(tuple),
-).map(lambda lent: encode_frame({"ok": to_body(lent)}))
+ANSWERS = st.builds(MemoryLent, st.sampled_from([BOOT, "another"]), st.tuples(SEGMENTS))
 CHUNKS = (
     st.binary(min_size=1, max_size=60)
     | st.binary(max_size=40).map(lambda body: len(body).to_bytes(4, "little") + body)
     | st.dictionaries(st.sampled_from(["ok", "error", "x"]), st.integers(0, 9)).map(encode_frame)
-    | ANSWERS
+    | ANSWERS.map(lambda lent: encode_frame({"ok": to_body(lent)}))
 )
 FILES = st.lists(st.sampled_from([0, PAGE, None]), max_size=3)
 
