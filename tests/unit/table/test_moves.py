@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from kvbus.table.table import transitions
-from kvbus_decode.fetch import events
-from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from tests.support.moves import MoveError, enforce
 
@@ -35,7 +33,5 @@ def test_a_handler_that_leaves_the_states_of_its_row_fails(
             rows["a", int].handler(entry, 1, None)
 
 
-def test_the_tables_of_the_product_are_checked_here() -> None:
-    row = FetchTable.transitions[FetchState.READING, events.StepFailed]
-    assert row.to == (FetchState.RETRYING, FetchState.DRAINING)
-    assert hasattr(row.handler, "__wrapped__")
+def test_handlers_of_the_product_are_checked_here() -> None:
+    assert all(hasattr(row.handler, "__wrapped__") for row in FetchTable.transitions.values())
