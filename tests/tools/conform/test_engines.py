@@ -13,7 +13,6 @@ from tests.tools.conform.conftest import ROLES, Play, Run, engine
 PATIENCE_S = "2.5"
 """Short, as most flaws are seen by what does not happen."""
 SOCKETS_START_S, SDK_STARTS_S = "30", "60"
-"""Some engines with flaws never register."""
 
 
 class Flaw(NamedTuple):
@@ -65,7 +64,6 @@ FLAWS = (
     ("other_order", "requests.unknown_field", "entry[1](message)",
         '"a_later_field" in message or entry[1](message)'),
     ("unknown_code", "requests.unknown_code", 'tell("refused", name, code)', "sys.exit(code)"),
-    ("busy", "requests.busy", 'if code == "busy":', "if False:"),
     ("busy", "requests.busy", 'detail.get("retry_after_s", 0.1)', "0"),
     ("silence", "requests.ping", 'self.ask("ping", {})', "pass"),
     ("silence", "ends.silence", 'self.ask("ping", {})', "self.waiting.clear()"),
@@ -84,7 +82,6 @@ FLAWS = (
         'self.unused.extendleft(self.offers[name]["ids"]), self.control.ask("withdraw"'),
     ("blocks", "offer.reused", 'self.unused.extendleft(offer["ids"])', "pass"),
     ("sizes", "offer.cell", "self.num_cells * 4 + 3", "self.num_cells"),
-    ("sizes", "offer.cell", "self.offers.pop(name)", '{**self.offers.pop(name), "cell": 0}'),
     ("sizes", "offer.ticket", '(reply["ok"]["ticket"])', '({**reply["ok"]["ticket"], "more": 1})'),
     ("many", "offer.told", 'tell("released", body["request_id"], body["outcome"])',
         '[tell("released", body["request_id"], body["outcome"]) for _ in "12"]'),

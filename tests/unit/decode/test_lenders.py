@@ -187,7 +187,6 @@ async def test_raw_answers_are_refused(here: Borrowing, answer: bytes, reason: s
 
 
 Script = list[tuple[bytes, list[int | None]]]
-"""Chunks of bytes, each with the sizes of its files."""
 SEGMENTS = st.builds(
     LentSegment,
     st.integers(0, 3),
