@@ -87,6 +87,8 @@ CRASHING: dict[str, tuple[Settings, dict[str, Any]]] = {
     "sealed": (quick(), {}),
     "by cell": (cells(), {}),
     "by cell, packed": (cells(decode=HND), {}),
+    "by cell, late messages": (cells(delay_s=2e-3), {}),
+    "late messages": (quick(delay_s=2e-3), {}),
     "growing": (quick(), {"num_pieces": 3, "gap_s": 0.002, "chunk_tokens": 8}),
     "rendezvous": (quick(), {"meets": True}),
 }

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
-NUM_DRAINED, DRAIN_PERIOD_S = 3, 1.0
+NUM_DRAINED, DRAIN_PERIOD_S = 5, 1.0
 ROOM_BYTES = 4 << 20
 """Less than the stack of a thread has, 8 MiB."""
 

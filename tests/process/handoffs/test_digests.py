@@ -3,6 +3,7 @@
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import GroupSpec, KvLayout
+from kvbus.protocol import Digests
 from tests.process.handoffs.conftest import SLOTS
 from tests.process.handoffs.shapes import GROUP, STATE, WINDOW, ShapedAgents, Side, two_engines
 from tests.support.agents import Agents, agents_ended, until
@@ -19,6 +21,7 @@ from tests.support.examples import num_examples
 from tests.support.expected import positions
 from tests.support.late_links import LINKED, LateLink, late_link, look_past_link
 from tests.support.memories import Memory
+from tests.unit.decode.neighbours import neighbours
 
 pytestmark = pytest.mark.anyio
 
@@ -158,6 +161,24 @@ async def test_of_a_sample_a_few_pieces_are_compared(site: Site) -> None:
     assert failed is not None
     assert failed.code is ErrorCode.DIGEST_MISMATCH
     assert 0 < site.num_pieces("mapped", "different") < num_all / 8
+
+
+async def test_prefill_agent_omitting_digests_proves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def omit(digests: bytes) -> Digests:
+        return Digests(digests=digests[8:])
+
+    monkeypatch.setattr("kvbus_prefill.gather.Digests", omit)
+    async with (
+        neighbours(folder, decode={"digest": "full"}) as agents,
+        agents.engines() as (source, target),
+    ):
+        handoff = await begin(source, target, 16)
+        failure = await failure_of(handoff.fetch)
+        await handoff.offer.withdraw()
+    assert failure.code is ErrorCode.INVALID
+    assert re.search(r"told \d+ digests, \d+ pieces are compared", failure.message)
 
 
 async def test_bytes_that_differ_after_offer_end_are_no_mismatch(site: Site) -> None:

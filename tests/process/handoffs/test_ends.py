@@ -325,19 +325,20 @@ EXPECTED: dict[str, dict[str, Expected]] = {
 }
 """By event, and by lane."""
 ALL = {lane: [event for event in EVENTS if lane in EXPECTED[event]] for lane in LANES}
+KILLED = ["prefill agent killed", "decode agent killed"]
 SOME = {
-    "direct": ["decode engine leaves", "prefill agent stopped", "decode agent stopped"],
-    "staged": ["cancelled", "decode engine leaves", "prefill agent killed"],
-    "packed": ["withdrawn", "prefill engine leaves", "decode agent killed"],
+    "direct": ["decode engine leaves", "prefill agent stopped", "decode agent stopped", *KILLED],
+    "staged": ["cancelled", "decode engine leaves", *KILLED],
+    "packed": ["withdrawn", "prefill engine leaves", *KILLED],
     "shared memory": ["prefill agent stopped", "prefill agent killed"],
-    "mapped": [
-        "withdrawn",
+    "mapped": ["withdrawn", "prefill engine leaves", "decode engine leaves", *KILLED],
+    "several agents": [
+        "cancelled",
         "prefill engine leaves",
         "decode engine leaves",
         "prefill agent killed",
     ],
-    "several agents": ["cancelled", "prefill engine leaves", "decode engine leaves"],
-    "host memory": ["withdrawn", "cancelled", "decode agent killed"],
+    "host memory": ["withdrawn", "cancelled", *KILLED],
 }
 
 

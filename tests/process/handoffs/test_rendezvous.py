@@ -59,6 +59,22 @@ async def test_offer_or_fetch_may_come_first_and_name_is_used_once(
         await hand_over(source, target)
 
 
+async def test_offer_is_awaited_only_while_engine_is_left(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with engine(decode.attach) as target:
+        async with engine(prefill.attach):
+            async with engine(prefill.attach):
+                fetch = begin(target, rendezvous(prefill))
+                await until(lambda: prefill.metric("awaited_offers") == 1)
+            await until(lambda: prefill.metric("engines") == 1)
+            assert prefill.metric("awaited_offers") == 1
+        failure = await failure_of(fetch)
+        later = await failure_of(begin(target, rendezvous(prefill)))
+    assert (failure.stage, failure.code) == ("awaiting", ErrorCode.ENGINE_LOST)
+    assert (later.stage, later.code) == ("awaiting", ErrorCode.ENGINE_NOT_READY)
+
+
 async def test_offer_of_another_prompt_is_not_fetched(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:

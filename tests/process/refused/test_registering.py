@@ -118,16 +118,22 @@ async def test_id_of_stopped_engine_is_free_once_named_pid_is_killed(
         await control.request(Register(engine=spec))
 
 
-async def test_memory_larger_than_its_segment_is_refused(prefill: AgentProcess) -> None:
+@pytest.mark.parametrize("fault", ["overlap", "outside", "too small"])
+async def test_memory_that_contradicts_itself_is_refused(prefill: AgentProcess, fault: str) -> None:
     """`tests/unit/geometry` tests the validation of regions."""
     spec = make_spec()
     rank = lay_out_rank(spec, 0, NHD, num_blocks=4)
-    memory = torch.zeros(rank.segments[0].size_bytes - 4096, dtype=torch.uint8)
+    size_bytes = rank.segments[0].size_bytes
+    first, second = rank.regions
+    starts = {"overlap": first.offset_bytes, "outside": size_bytes}
+    moved = replace(second, offset_bytes=starts.get(fault, second.offset_bytes))
+    memory = torch.zeros(size_bytes - 4096 * (fault == "too small"), dtype=torch.uint8)
     with share_tensor(memory) as storage:
-        wrong = RankMemory(rank, {"kv": storage})
+        wrong = RankMemory(replace(rank, regions=(first, moved)), {"kv": storage})
         link = Link(prefill.attach, spec, memory=wrong, control=False)
-        assert await code_of(link.__aenter__()) is ErrorCode.INVALID
-    assert prefill.says("request.refused", op="register", code="invalid")
+        code = await code_of(link.__aenter__())
+    assert code is (ErrorCode.INVALID if fault == "too small" else ErrorCode.GEOMETRY)
+    assert prefill.says("request.refused", op="register", code=code.value)
 
 
 def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> None:

@@ -190,6 +190,7 @@ async def test_lies_get_one_answer_each_and_have_no_effect(
         for offer in (held, other):
             await offer.withdraw()
             await offer.ended
+    assert sum(liar.num for liar in liars) == 10 * NUM_LIES
     for liar in liars:
         assert sum(liar.answers.values()) == liar.num
         assert not liar.twice

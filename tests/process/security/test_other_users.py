@@ -1,4 +1,4 @@
-"""Another user of the machine gets no engine memory, and is not told where an agent runs."""
+"""Another user of the machine gets no agent or engine memory, and is not told where agents run."""
 
 import os
 import socket
@@ -51,6 +51,19 @@ async def test_engine_passes_no_memory_to_impostor_of_agent(of_anybody: Path) ->
         accepted, _ = listener.accept()
         with accepted:
             assert socket.recv_fds(accepted, 1 << 16, 64)[:2] == (b"", [])
+
+
+def test_agent_refuses_default_folder_made_by_another_user(fresh: Agents, of_anybody: Path) -> None:
+    default = of_anybody / f"kvbus-{os.getuid()}"
+    with as_another():
+        default.mkdir(mode=0o777)
+    agent = fresh.prepare("prefill", runtime_dir="", env={"XDG_RUNTIME_DIR": str(of_anybody)})
+    agent.expected_trouble.add("not json")
+    agent.launch()
+    status, said = agent.exit_status(), " ".join(agent.lines())
+    assert status == 1
+    assert f"{default.name} belongs to uid {NOBODY}" in said
+    assert "remove it, or set runtime_dir" in said
 
 
 def test_another_user_is_not_told_where_the_agent_runs(fresh: Agents) -> None:

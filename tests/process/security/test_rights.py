@@ -11,7 +11,7 @@ from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome, Ticket
 from tests.process.security.wire import FORGED
 from tests.support.agents import AgentProcess, until
-from tests.support.engines import NOTHING, Engine, engine, failure_of, pair
+from tests.support.engines import NOTHING, Engine, engine, failure_of, pair, same, works
 from tests.support.plain_sockets import ask
 
 pytestmark = pytest.mark.anyio
@@ -121,6 +121,25 @@ async def test_handshake_needs_a_valid_ticket_of_the_engine(prefill: AgentProces
     assert {key for error in refused.values() for key in error["detail"]} <= {"offer_id"}
     assert (of_another["code"], of_another["detail"]) == ("forbidden", {})
     assert late["error"]["code"] == ErrorCode.OFFER_WITHDRAWN
+
+
+async def test_fetch_with_forged_ticket_fails_no_fetch_beside_it(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        before = target.snapshot()
+        offers = [await source.prefill.offer(f"r{at}", **NOTHING) for at in range(4)]
+        fetches = [
+            target.decode.fetch({**offer.ticket, **forged}, **NOTHING)
+            for offer in offers
+            for forged in ({"secret": FORGED}, {})
+        ]
+        codes = [(await failure_of(fetch)).code for fetch in fetches[::2]]
+        for fetch in fetches[1::2]:
+            await fetch.ended
+        assert codes == [ErrorCode.FORBIDDEN] * 4
+        assert same(target.snapshot(), before)
+        assert await works(source, target)
 
 
 async def test_rights_of_others_and_of_other_kinds_open_nothing(prefill: AgentProcess) -> None:

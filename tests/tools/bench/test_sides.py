@@ -144,6 +144,7 @@ def test_near_agents_map_and_far_ones_use_the_path_that_fits(trio: Trio) -> None
     for name, case in found.items():
         size = 64 * KIB if name == "one-block" else MIB
         assert num_bytes(case, "mapped") == pytest.approx(size, rel=1e-3)
+    assert num_bytes(of_far["one-block"], "direct") == pytest.approx(64 * KIB, rel=1e-3)
     for name, path in (("in-order", "direct"), ("hnd-to-nhd", "staged")):
         assert num_bytes(of_far[name], path) == pytest.approx(8 * MIB, rel=1e-3)
 
@@ -178,6 +179,15 @@ def test_side_ended_in_mid_run_is_named_in_error_of_other_side(trio: Trio, endin
     error = other_errors.splitlines()[-1]
     assert (other_status, status) == (1, -9 if ending == "prefill" else 130)
     assert f"see the error of kvbus bench-{ending}" in error or "engine_lost" in error
+
+
+def test_a_handoff_that_fails_ends_both_sides_at_once(trio: Trio) -> None:
+    prefill, _, far = trio.roles
+    with both(prefill, far, between="s/one-block/runs-256k/") as (offering, fetching):
+        fetched, offered = fetching.ended(), offering.ended()
+    assert (fetched[0], offered[0]) == (1, 1)
+    assert "a handoff of 'runs-256k' failed with incompatible: " in fetched[2]
+    assert "a handoff of 'one-block' was withdrawn: look at the error of" in offered[2]
 
 
 def line_of(case: str = "one-block", mib: int = 1) -> str:

@@ -55,7 +55,7 @@ def test_short_soak_uses_each_path_and_leaks_no_fd_or_thread() -> None:
 
     assert (status, found["violations"]) == (0 if found["flat"] else 1, [])
     assert len(acts) == NUM_PERIODS
-    assert found["paths"].keys() >= {"mapped", "direct"}
+    assert found["paths"].keys() >= {"mapped", "direct", "packed"}
     for name, verdict in found["agents"].items():
         assert verdict["num_handoffs"]
         assert verdict["grows"].keys() <= {"other_bytes"}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,12 +38,11 @@ class Ended:
 Run = Callable[[Sequence[Play]], list[Ended]]
 
 
-def raw_engine(flaw: str = "") -> tuple[str, ...]:
-    return sys.executable, "-m", "tests.tools.conform.raw_engine", flaw
-
-
-def sdk_engine(flaw: str = "") -> tuple[str, ...]:
-    return sys.executable, "-m", "tests.tools.conform.sdk_engine", flaw
+def engine(name: str, line: str = "", flaw: str = "") -> tuple[str, ...]:
+    """The command of an engine of this folder, with a ``flaw`` in place of one ``line``."""
+    source = (Path(__file__).parent / f"{name}_engine.py").read_text()
+    assert not line or source.count(line) == 1, line
+    return sys.executable, "-c", source.replace(line, flaw) if line else source
 
 
 def conform(play: Play) -> Ended:

@@ -1,6 +1,6 @@
-"""A small prefill engine on bare sockets that can have one flaw in what the SDK does right.
+"""A small prefill engine on bare sockets; `test_engines` plants flaws that the SDK does not allow.
 
-KVBUS_ATTACH=... python -m tests.tools.conform.raw_engine [FLAW]
+KVBUS_ATTACH=... python -m tests.tools.conform.raw_engine
 
 The protocol page is all that it knows; its offers do not grow.
 """
@@ -8,7 +8,6 @@ The protocol page is all that it knows; its offers do not grow.
 import array
 import fcntl
 import json
-import math
 import mmap
 import os
 import random
@@ -24,7 +23,6 @@ from typing import Any
 import msgpack
 import zmq
 
-FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
 BLOCK, HEADS, DIM, BLOCKS, TP = 16, 4, 8, 24, 2
 GROUP: dict[str, Any] = {"name": "full", "layers": [0], "window": None}
 GROUP |= {"block_size": BLOCK, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": "bfloat16"}
@@ -48,11 +46,10 @@ def rank_spec(rank: int) -> Map:
     return {"rank": rank, "segments": segments, "regions": [region]}
 
 
-def sealed_memory(num_bytes: int, *, sealed: bool = True) -> int:
+def sealed_memory(num_bytes: int) -> int:
     fd = os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
-    if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return fd
 
 
@@ -70,7 +67,7 @@ class Session:
         self.dealer.set(zmq.LINGER, 0)
         self.dealer.set(zmq.RCVHWM, 0)
         self.next_id, self.agent = random.getrandbits(48), None
-        self.waiting: dict[int, list[Any]] = {}
+        self.waiting: dict[int, tuple[bytes, Callable[[Map], None]]] = {}
         self.heard = time.monotonic()
 
     def call(self, op: str, body: Map, fd: int | None = None) -> Map:
@@ -98,11 +95,9 @@ class Session:
             self.call("segment", {"segment_id": "kv", "size_bytes": SIZE_BYTES}, memory)
             if not self.rank:
                 self.call("segment", CELLS, self.engine.cells_fd)
-        body: Map = {"engine": dict(SPEC)}
+        body: Map = {"engine": SPEC}
         if self.rank is not None:
             body["rank"] = rank_spec(self.rank)
-            if FLAW == "two_engines" and self.rank:
-                body["engine"]["model"] = "n"
         self.ask("register", body)
 
     def ask(self, op: str, body: Map, on_reply: Callable[[Map], None] | None = None) -> None:
@@ -110,22 +105,12 @@ class Session:
         whose = {"boot": self.boot, "secret": self.secret}
         frame = msgpack.packb({"v": 1, "op": op, "id": number, "body": body, **whose})
         if on_reply is not None:
-            self.waiting[number] = [frame, time.monotonic() + 1.0, on_reply]
-        self.send(frame)
-
-    def send(self, frame: bytes) -> None:
-        if FLAW == "delimiter":
-            self.dealer.send(b"", zmq.SNDMORE)
+            self.waiting[number] = frame, on_reply
         self.dealer.send(frame)
 
     def tick(self) -> None:
-        now = time.monotonic()
-        for entry in [one for one in self.waiting.values() if now >= one[1]]:
-            entry[1] = math.inf
-            if FLAW == "repeats":
-                self.send(entry[0])
-        if now > self.heard + 1.0:
-            self.heard = now
+        if time.monotonic() > self.heard + 1.0:
+            self.heard = time.monotonic()
             self.ask("ping", {})
 
     def drain(self) -> None:
@@ -140,8 +125,8 @@ class Session:
             self.agent = message["boot"]
             if "re" not in message:
                 self.engine.on_notice(message["op"], message["body"])
-            elif entry := self.waiting.pop(message["re"], []):
-                entry[2](message)
+            elif entry := self.waiting.pop(message["re"], None):
+                entry[1](message)
 
     def is_lost(self) -> bool:
         try:
@@ -174,7 +159,7 @@ class Engine:
 
     def attach(self) -> None:
         """Register with the agent, each time with new memory: an agent may still write the old."""
-        fds = [sealed_memory(SIZE_BYTES, sealed=FLAW != "unsealed") for _ in range(TP)]
+        fds = [sealed_memory(SIZE_BYTES) for _ in range(TP)]
         self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in fds]
         self.reset()
         while True:
@@ -197,7 +182,7 @@ class Engine:
         self.attach()
         while self.step():
             pass
-        sys.exit(3 if FLAW == "bad_status" else 0)
+        sys.exit(0)
 
     def step(self) -> bool:
         poller = zmq.Poller()
@@ -221,8 +206,7 @@ class Engine:
         for session in self.sessions:
             session.close()
         for name, offer in self.offers.items():
-            if FLAW != "lost_not_told":
-                tell("released", name, "lost")
+            tell("released", name, "lost")
             self.cells[offer["cell"] % 512] = 0
         self.offers.clear()
         self.attach()
@@ -245,8 +229,7 @@ class Engine:
         self.fill(int(name), ids, num_tokens)
         table = {"ids": struct.pack(f"<{len(ids)}I", *ids), "first_block": 0}
         body = {"request_id": name, "num_tokens": num_tokens, "tables": {"full": table}}
-        is_open = self.num_cells * 4 + 3
-        self.cells[self.num_cells % 512] = self.num_cells if FLAW == "cell" else is_open
+        self.cells[self.num_cells % 512] = self.num_cells * 4 + 3
         self.begin(name, {**body, "sealed": True, "cell": offer["cell"]})
 
     def fill(self, name: int, ids: list[int], num_tokens: int) -> None:
@@ -271,7 +254,7 @@ class Engine:
                 return
             code, detail = reply["error"]["code"], reply["error"]["detail"]
             if code == "busy":
-                wait_s = 0 if FLAW == "busy_at_once" else detail.get("retry_after_s", 0.1)
+                wait_s = detail.get("retry_after_s", 0.1)
                 self.later.append((time.monotonic() + wait_s, lambda: self.begin(name, body)))
             else:
                 self.free(name)
@@ -288,8 +271,6 @@ class Engine:
         self.control.ask("withdraw", {"offer_id": self.offers[name]["id"]}, lambda _: None)
 
     def on_notice(self, op: str, body: Map) -> None:
-        if FLAW == "dies_of_notices" and op != "released":
-            sys.exit(op)
         if op == "released":
             if body["request_id"] in self.offers:
                 self.free(body["request_id"])

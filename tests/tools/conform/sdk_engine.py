@@ -1,12 +1,11 @@
 """The engine of docs/conformance.md on a link of kvbus's SDK: one loop, as a scheduler has.
 
-An argument gives it one flaw in its use of the SDK.
+`test_engines` plants flaws in its use of the SDK.
 """
 
 import json
 import os
 import select
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_block
 from kvbus.protocol import Fetched, Outcome
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
-FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
 OPTIONS: Any = {"attach_timeout_s": 30.0, "agent_wait_s": 0.0}
 TICK_S = 0.01
 NUM_BLOCKS, BLOCK_SIZE, HEADS = 24, 16, 4
@@ -106,7 +104,7 @@ class Prefill:
         first, *later = [int(count) for count in rest.split()]
         spans, blocks = spans_of(0, first, whole=bool(later)), Blocks()
         self.cache.grow(blocks, spans)
-        self.cache.fill(name + (FLAW == "wrong_numbers"), blocks, spans)
+        self.cache.fill(name, blocks, spans)
         try:
             offer = self.offer(str(name), first, blocks, spans, sealed=not later)
         except RequestRefused as error:
@@ -115,14 +113,12 @@ class Prefill:
             return
         self.offers[name] = offer, blocks
         tell("ticket", name, json.dumps(offer.ticket))
-        if FLAW == "reuses_offered":
-            self.cache.give_back(blocks)
         for count in later:
             spans = spans_of(0, count, whole=True)
             new = self.cache.grow(blocks, spans)
             self.cache.fill(name, blocks, spans)
             offer.extend(count, {group: ids for group, ids in new.items() if ids})
-        if later and FLAW != "never_sealed":
+        if later:
             offer.seal()
 
     def offer(
@@ -148,9 +144,7 @@ class Prefill:
             if name in self.offers and self.offers[name][0] is offer:
                 outcome = offer.outcome if isinstance(offer, Offer) else None
                 tell("released", name, (outcome or Outcome.FAILED).value)
-                _, blocks = self.offers.pop(name)
-                if FLAW != "reuses_offered":
-                    self.cache.give_back(blocks)
+                self.cache.give_back(self.offers.pop(name)[1])
 
 
 class Decode:
@@ -184,14 +178,13 @@ class Decode:
             elif fetch not in self.told:
                 self.tell_end(name, fetch.notice, blocks, spans)
                 self.told.add(fetch)
-            if fetch.are_blocks_free or FLAW == "reuses_early":
+            if fetch.are_blocks_free:
                 self.cache.give_back(self.fetches.pop(fetch)[2])
                 self.told.discard(fetch)
 
     def tell_end(self, name: int, ended: Fetched, blocks: Blocks, spans: Spans) -> None:
         if ended.outcome is Outcome.COMPLETED:
-            num_wrong = self.cache.num_wrong(name, blocks, spans)
-            tell("fetched", name, "completed", 0 if FLAW == "does_not_look" else num_wrong)
+            tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
         elif ended.stage == "requested":
             tell("refused", name, ended.code)
         else:

@@ -8,18 +8,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from tests.tools.conform.conftest import ROLES, raw_engine
+from tests.tools.conform.conftest import ROLES, engine
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def conform(*arguments: str, flaw: str = "", role: str = "prefill") -> Result:
-    options = ["--role", role, *arguments, "--", *raw_engine(flaw)]
+def conform(*arguments: str, flaw: tuple[str, str] = ("", ""), role: str = "prefill") -> Result:
+    options = ["--role", role, *arguments, "--", *engine("raw", *flaw)]
     return CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "80"})
 
 
 def test_verdict_shows_what_was_seen_of_a_broken_rule() -> None:
-    good, bad = conform("--scene", "stop"), conform("--scene", "stop", flaw="bad_status")
+    good, bad = conform("--scene", "stop"), conform("--scene", "stop", flaw=("exit(0)", "exit(3)"))
 
     assert (good.exit_code, bad.exit_code) == (0, 1)
     assert "the engine conforms to all" in good.stdout
@@ -29,7 +29,8 @@ def test_verdict_shows_what_was_seen_of_a_broken_rule() -> None:
 
 
 def test_json_is_one_object_with_every_rule_of_the_role() -> None:
-    result = conform("--scene", "stop", "--json", flaw="unsealed")
+    flaw = "fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK", "0"
+    result = conform("--scene", "stop", "--json", flaw=flaw)
 
     report = json.loads(result.stdout)
     rules = {rule["name"]: rule for rule in report["rules"]}
@@ -37,7 +38,9 @@ def test_json_is_one_object_with_every_rule_of_the_role() -> None:
     assert any(name.startswith("offer.") for name in rules)
     assert not any(name.startswith("fetch.") for name in rules)
     assert rules["attach.seals"]["verdict"] == "failed"
-    assert rules["attach.seals"]["seen"] == ["segment 'kv' can still grow or shrink"]
+    assert rules["attach.seals"]["seen"] == [
+        f"segment '{name}' can still grow or shrink" for name in ("kv", "cells")
+    ]
     assert rules["offer.tables"]["verdict"] == "untried"
 
 

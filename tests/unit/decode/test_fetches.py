@@ -4,10 +4,13 @@ Each case is a script: events, with the time when it passes, and the commands; s
 """
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvbus import protocol
@@ -19,6 +22,7 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchLimits, FetchState
 from kvbus_decode.fetch.events import SpeculativeRead
 from kvbus_decode.fetch.table import FetchTable
+from tests.support.examples import num_examples
 
 LIMITS = FetchLimits(max_fetches=2, request_timeout_s=5.0, busy_retry_s=0.25)
 PLACE = FetchLimits(num_places=1, place_timeout_s=1.0)
@@ -638,3 +642,124 @@ def test_a_retired_fetch_keeps_no_resources_and_no_tables_alive() -> None:
     (retired,) = table.retired.values()
     assert retired.requested.resources is None
     assert retired.requested.speculative is None
+
+
+class Peers:
+    """A prefill agent that restarts and loses answers; ``pick`` chooses each event.
+
+    Bytes are right if they are of the offer's blocks, and of the data process of their attempt.
+    """
+
+    def __init__(self, pick: Callable[[Sequence[Any]], Any], first: ev.Requested, ready: int):
+        self.pick, self.table, self.now, self.num_ready = pick, FetchTable(LIMITS), 0.0, ready
+        self.boot, self.data, self.ends = "boot 0", "data 0", list[str]()
+        self.attempt, self.granted_to, self.leases = 1, dict[int, int](), set[int]()
+        self.nixl, self.waiting, self.right = {1: self.data}, list[Any](), [False] * 32
+        self.chunk: ev.ReadChunk | None = None
+        self.tell(first)
+
+    def tell(self, event: ev.Event) -> None:
+        for command in self.table.handle(event, self.now):
+            match command:
+                case ev.AcquirePeer() | ev.SendRequest():
+                    assert self.chunk is None or command.attempt == self.attempt
+                    self.attempt = command.attempt
+                    self.waiting += [command] * (type(command) is not ev.AcquirePeer)
+                    if isinstance(request := getattr(command, "message", None), Renew):
+                        assert self.granted_to[request.epoch] == self.attempt
+                case ev.ReadChunk():
+                    assert self.chunk is None, "one chunk at a time"
+                    assert not command.epoch or self.granted_to[command.epoch] == self.attempt
+                    self.chunk = command
+                case ev.EndAttempt() | ev.NotifyEngine(message=BlocksFreed()):
+                    assert self.chunk is None
+                    self.ends += ["freed"] * isinstance(command, ev.NotifyEngine)
+                case ev.ReportFetched(fetched=fetched):
+                    assert not (fetched.blocks_free and self.chunk)
+                    assert fetched.code or all(self.right), "completed with wrong bytes"
+                    self.ends += ["ended", *["freed"] * fetched.blocks_free]
+
+    def error(self) -> RemoteError | None:
+        codes = PEER_LOST, STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING, BUSY
+        code = self.pick([*codes, *[None] * 10])
+        return None if code is None else RemoteError("no", code=code)
+
+    def end_read(self) -> None:
+        chunk, self.chunk, nixl, error = self.chunk, None, self.nixl[self.attempt], self.error()
+        if chunk is not None and error is None:
+            is_right = chunk.tables["full"].ids.startswith(blocks(chunk.stop)["full"].ids)
+            is_right &= nixl == self.data
+            self.right[chunk.start : chunk.stop] = [is_right] * (chunk.stop - chunk.start)
+        self.tell(ev.ReadEnded("f1", 64, error, "direct", nixl_agent=nixl))
+
+    def answer(self) -> None:
+        command = self.waiting.pop(self.pick(range(len(self.waiting))))
+        attempt, error = command.attempt, self.error()
+        if isinstance(command, ev.SendRequest):
+            outcome = error or self.outcome(command.message, attempt)
+            self.tell(answered(command.message, outcome, attempt=attempt, sent_at=self.now))
+        elif error is not None:
+            self.tell(ev.StepFailed("f1", attempt, error))
+        else:
+            self.nixl[attempt] = self.data
+            self.tell(ready(boot=self.boot, attempt=attempt, nixl=self.data))
+
+    def outcome(self, message: Any, attempt: int) -> Any:
+        epoch, known, refusal = getattr(message, "epoch", 0), 0, None
+        if message.agent_boot != self.boot:
+            refusal = STALE
+        elif isinstance(message, Commit):
+            if message.nixl_agent not in ("", self.data) or not (message.tables or self.leases):
+                refusal = STALE
+            elif message.tables not in (None, blocks(32)) or self.num_ready < 32:
+                refusal = ErrorCode.GEOMETRY
+        elif epoch:
+            known = message.known_blocks.get("full", 0)
+            refusal = None if epoch in self.leases else LEASE_EXPIRED
+        else:
+            epoch = len(self.granted_to) + 1
+            self.granted_to[epoch], self.leases = attempt, self.leases | {epoch}
+        if refusal is not None:
+            return RequestRefused("no", code=refusal)
+        granted = grant(self.num_ready, after=8 * known, epoch=epoch).outcome
+        return protocol.Empty() if isinstance(message, Commit) else granted
+
+    def restart(self) -> None:
+        self.boot, self.leases = self.boot + "0", set()
+        if (error := self.error()) is not None:
+            self.tell(ev.StepFailed("f1", self.attempt, error))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(DUE)
+
+    def go_on(self) -> None:
+        happens: list[Callable[[], Any]] = [
+            self.restart,
+            lambda: setattr(self, "data", self.data + "0"),
+            lambda: setattr(self, "num_ready", min(32, self.num_ready + 8)),
+            lambda: self.wait(self.pick([0.0, 0.06, 1.1, 4.0])),
+            lambda: self.tell(HINT),
+        ]
+        happens += [self.answer] * 4 * bool(self.waiting) + [self.end_read] * 3 * bool(self.chunk)
+        self.pick(happens)()
+
+
+@settings(max_examples=num_examples(800))
+@given(st.data())
+def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObject) -> None:
+    def pick(of: Sequence[Any]) -> Any:
+        return data.draw(st.sampled_from(of))
+
+    altered = SpeculativeRead({"full": BlockTable.of([7, 101, 102, 103])}, acquires=False)
+    first = requested(chunk_tokens=pick([0, 8]), boot="boot 0")
+    if speculative := pick([None, BOTH, altered]):
+        first = known(speculative=speculative, boot="boot 0", nixl_agent="data 0")
+    peers = Peers(pick, first, 32 if speculative else pick([8, 32]))
+    for _ in range(data.draw(st.integers(0, 50))):
+        peers.go_on()
+    peers.wait(100.0)
+    if peers.chunk is not None:
+        peers.end_read()
+    assert sorted(peers.ends) == ["ended", "freed"]
+    assert not peers.table.live

@@ -6,8 +6,9 @@ Then it reads with NIXL; see the last test, and `tests/process/handoffs/test_pro
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -34,6 +37,7 @@ from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.remote_agent import RemoteAgent
 from tests.support.agents import WITHIN_S, until
 from tests.support.engines import make_spec, works
+from tests.support.examples import num_examples
 from tests.support.inside_agents import BINDS
 from tests.support.memories import NHD
 from tests.unit.decode.neighbours import neighbours
@@ -180,6 +184,58 @@ async def test_raw_answers_are_refused(here: Borrowing, answer: bytes, reason: s
 
     async with await asyncio.start_unix_server(serve, here.path):
         assert reason in str(await here.borrow_here())
+
+
+Script = list[tuple[bytes, list[int | None]]]
+SEGMENTS = st.builds(
+    LentSegment,
+    st.integers(0, 3),
+    st.sampled_from(["kv", "x"]),
+    st.sampled_from([1, PAGE, 1 << 50]),
+)
+ANSWERS = st.builds(MemoryLent, st.sampled_from([BOOT, "another"]), st.tuples(SEGMENTS))
+CHUNKS = (
+    st.binary(min_size=1, max_size=60)
+    | st.binary(max_size=40).map(lambda body: len(body).to_bytes(4, "little") + body)
+    | st.dictionaries(st.sampled_from(["ok", "error", "x"]), st.integers(0, 9)).map(encode_frame)
+    | ANSWERS.map(lambda lent: encode_frame({"ok": to_body(lent)}))
+)
+FILES = st.lists(st.sampled_from([0, PAGE, None]), max_size=3)
+
+
+def lend_to_each(listener: socket.socket, scripts: list[Script]) -> None:
+    for script in scripts:
+        connected, _ = listener.accept()
+        with connected, suppress(OSError):  # the borrower has hung up
+            connected.recv(1 << 16)
+            for chunk, sizes in script:
+                fds = [file_of(size) for size in sizes]
+                try:
+                    socket.send_fds(connected, [chunk], fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+
+
+async def test_arbitrary_bytes_of_lender_are_only_refused(here: Borrowing) -> None:
+    scripts: list[Script] = []
+
+    @settings(max_examples=num_examples(1000), suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(CHUNKS, FILES), max_size=3))
+    def draw(script: Script) -> None:
+        scripts.append(script)
+
+    draw()
+    before = held()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(here.path))
+        listener.listen()
+        thread = threading.Thread(target=lend_to_each, args=(listener, scripts), daemon=True)
+        thread.start()
+        for script in scripts:
+            assert isinstance(await here.borrow_here(), str), script
+        thread.join()
+    await until(lambda: held() == before)
 
 
 HERE = "this machine"

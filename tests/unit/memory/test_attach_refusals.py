@@ -182,3 +182,19 @@ async def throw_garbage(path: Path, chunks: list[bytes], fds: list[int]) -> None
         async with AttachClient(path) as other:
             assert await other.call({}) == {"seen": 0}
     assert len(served.closed) == 2
+
+
+@pytest.mark.anyio
+async def test_batched_and_bytewise_messages_are_answered_in_order(
+    serving: Serving, null_fd: int
+) -> None:
+    async with serving() as served:
+        with raw(served.path) as connected:
+            send_with_fds(connected, framed(HELLO) * 2, [null_fd, null_fd])
+            send_with_fds(connected, framed(HELLO)[:1], [null_fd])
+            for byte in framed(HELLO)[1:]:
+                await anyio.wait_all_tasks_blocked()
+                connected.send(bytes([byte]))
+            connected.shutdown(socket.SHUT_WR)
+            replies = await replies_until_end(connected)
+    assert [reply["ok"]["seen"] for reply in replies] == [2, 0, 1]

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvbus import protocol
@@ -11,6 +13,7 @@ from kvbus.errors import ErrorCode
 from kvbus.protocol import NUM_CELLS, CellNames, CommitCell, Outcome, Ticket
 from kvbus_prefill.offer import events
 from kvbus_prefill.offer.table import OfferTable
+from tests.support.examples import num_examples
 from tests.unit.prefill import test_offers as offers
 from tests.unit.prefill.test_offers import DUE, SEALED, WITHDRAW, acquired, committed, said
 
@@ -194,3 +197,72 @@ def test_offer_is_lost_before_its_end_if_engine_closed_its_cell(event: Any) -> N
     assert words.count(Outcome.WITHDRAWN) == 1
     assert ("ok" in words) == (event is WITHDRAW)
     assert said(table.handle(committed(), 9.0)) == [ErrorCode.ENGINE_LOST]
+
+
+ENDING = {"withdraw": WITHDRAW, "lost": offers.LOST, "stopped": offers.STOPPED, "due": DUE}
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["cell", "commit", "acquire"]), st.sampled_from("abc"))
+    | st.tuples(st.sampled_from([*ENDING, "late", "release", "left"])),
+    min_size=2,
+    max_size=9,
+)
+
+
+class Played:
+    """An offer with a cell; the oracle's has none and is requested each commit."""
+
+    def __init__(self) -> None:
+        self.page, self.table, self.ticket = started()
+        self.oracle, self.now, self.epoch = OfferTable(offers.LIMITS), 0.0, 0
+        self.oracle.handle(SEALED, 0.0)
+        self.late: list[events.CellCommitted] = []
+        """Reports of commits by the cell that are still under way."""
+        self.outcomes: dict[OfferTable, list[Outcome]] = {self.table: [], self.oracle: []}
+
+    def tell(self, table: OfferTable, event: Any) -> list[Any]:
+        words = said(table.handle(event, self.now))
+        self.epoch = max([self.epoch, *(int(one[6:]) for one in words if str(one)[:6] == "begin ")])
+        self.outcomes[table] += [one for one in words if isinstance(one, Outcome)]
+        return [one for one in words if one == "ok" or isinstance(one, ErrorCode)]
+
+    def do(self, what: str, reader: str = "") -> None:
+        event: Any = ENDING.get(what) or committed(reader, token=reader)
+        entry = self.table.live.get("o1")
+        match what:
+            case "cell" | "commit" if any(one.token == reader for one in self.late):
+                return  # the reader has it
+            case "cell" if self.page.cell(self.ticket).commit(reader):
+                self.late.append(events.CellCommitted("o1", reader))
+                assert self.tell(self.oracle, event) == ["ok"]
+                return
+            case "late":
+                assert not any(self.tell(self.table, one) for one in self.late)
+                return
+            case "left":
+                if entry is not None and entry.cell is not None and not entry.cell.is_closed:
+                    self.page.names.close(self.ticket.cell)
+                    self.tell(self.oracle, offers.LOST)
+                return
+            case "release" if not self.oracle.live or not self.epoch:
+                return
+            case "release":
+                event = offers.returned(self.epoch)
+            case "acquire":
+                event = acquired(reader)
+            case "due":
+                self.now += 2.5
+        assert self.tell(self.table, event) == self.tell(self.oracle, event)
+
+
+@settings(max_examples=num_examples(3000))
+@given(steps=STEPS)
+def test_every_answer_and_end_is_as_if_each_commit_was_requested(steps: list[Any]) -> None:
+    played = Played()
+    for step in (*steps, ("late",)):
+        played.do(*step)
+    played.now += 100.0
+    played.do("due")
+    assert played.outcomes[played.table] == played.outcomes[played.oracle]
+    ended = played.oracle.find("o1")
+    is_live = ended is not None and ended.ended_by is ErrorCode.DRAINING
+    assert len(played.outcomes[played.table]) == (not is_live)
