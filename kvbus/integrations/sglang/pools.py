@@ -29,8 +29,6 @@ PAGED, OTHER_BLOCKS = {FULL, DRAFT, INDEX, SCALE}, {WINDOW, MAMBA}
 STATES = {StateType.SWA: WINDOW, StateType.MAMBA: MAMBA}
 AXES = dict.fromkeys([*PAGED, WINDOW], "block token head dim")
 AXES |= {MAMBA: "block head dim", METADATA: "block dim"}
-LAYERS_OF = {INDEX: 10_000, SCALE: 20_000}
-"""Added to the number of a layer: no layer may be in two groups."""
 
 Tensors = dict[tuple[int | str, str], torch.Tensor]
 Group = tuple[GroupSpec, Tensors]
@@ -139,7 +137,7 @@ def _index(pool: Any, layers: Sequence[int]) -> Iterator[Group]:
     held = [(layer, buffer) for layer, buffer in buffers if len(buffer)]
     size = page * pool.index_head_dim
     for name, part in ((INDEX, slice(size)), (SCALE, slice(size, None))) if held else ():
-        numbers = tuple(LAYERS_OF[name] + layer for layer, _ in held)
+        numbers = tuple(layer for layer, _ in held)
         pages = [buffer[:, part].unflatten(1, (page, 1, -1)) for _, buffer in held]
         spec = GroupSpec(name, numbers, page, 1, pages[0].shape[3], "uint8", (name,))
         yield spec, {(number, name): one for number, one in zip(numbers, pages, strict=True)}

@@ -17,15 +17,17 @@ INSIDE_VLLM = {
     "vllm.config.compilation:CompilationConfig": "static_forward_context",
     "vllm.config.kv_transfer:KVTransferConfig": "engine_id kv_connector_extra_config kv_role",
     "vllm.config.model:ModelConfig": (
-        "dtype enable_sleep_mode get_total_num_hidden_layers get_total_num_kv_heads "
+        "dtype enable_sleep_mode get_total_num_hidden_layers get_total_num_kv_heads hf_text_config "
         "is_encoder_decoder is_multimodal_model model multimodal_config quantization revision"
     ),
-    "vllm.config.multimodal:MultiModalConfig": "mm_processor_cache_gb",
+    "vllm.config.multimodal:MultiModalConfig": "language_model_only mm_processor_cache_gb",
     "vllm.config.parallel:ParallelConfig": (
         "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
         "tensor_parallel_size"
     ),
-    "vllm.config.speculative:SpeculativeConfig": ("uses_draft_kv_cache uses_extract_hidden_states"),
+    "vllm.config.speculative:SpeculativeConfig": (
+        "draft_model_config uses_draft_kv_cache uses_extract_hidden_states"
+    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
         "_get_connector_metadata"
     ),
@@ -45,10 +47,14 @@ INSIDE_VLLM = {
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_hash",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens preempted_req_ids",
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
-        "kv_cache_groups num_blocks select_transfer_block_ids transfer_group_ids transfer_groups"
+        "kv_cache_groups needs_kv_cache_zeroing num_blocks select_transfer_block_ids "
+        "transfer_group_ids transfer_groups"
     ),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
         "enable_kv_transfer host_resident kv_cache_spec layer_names role"
+    ),
+    "vllm.v1.kv_cache_interface:MambaSpec": (
+        "dtypes mamba_type num_speculative_blocks shapes tp_replicated"
     ),
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": (
         "block_size dtype head_size head_size_v kv_quant_mode num_kv_heads tokens_per_state"

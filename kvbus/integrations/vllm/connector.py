@@ -21,6 +21,7 @@ from kvbus.integrations.vllm.describe import (
     Layers,
     describe_engine,
     has_states,
+    joined,
     refuse_unserved,
     require,
     tokens_left,
@@ -77,6 +78,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
             takes_images=vllm_config.model_config.is_multimodal_model,
             num_left=tokens_left(vllm_config, kv_cache_config),
             has_states=is_stateful,
+            describe=self._describe_engine,
         )
         self._described: Description | None = None
         self._configs = vllm_config, kv_cache_config
@@ -87,15 +89,8 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Wait up to ``attach_timeout_s`` for agents, then continue without."""
-        vllm_config, kv_cache_config = self._configs
-        transfer = vllm_config.kv_transfer_config
-        described = self._described = describe_engine(
-            vllm_config,
-            kv_cache_config,
-            engine_id=transfer.engine_id,
-            model=self._options.model_id or None,
-            num_kernel_blocks=kernel_blocks_of(kv_cache_config, kv_caches),
-            gather=_of_all_stages,
+        described = self._described = self._describe_engine(
+            num_kernel_blocks=kernel_blocks_of(self._configs[1], kv_caches), gather=_of_all_stages
         )
         self._rank = get_pp_group().rank_in_group * described.engine.tp_size
         self._rank += get_tp_group().rank_in_group
@@ -179,6 +174,16 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Do nothing."""
 
+    def _describe_engine(self, **of_worker: Any) -> Description:
+        vllm_config, kv_cache_config = self._configs
+        return describe_engine(
+            vllm_config,
+            kv_cache_config,
+            engine_id=vllm_config.kv_transfer_config.engine_id,
+            model=self._options.model_id or None,
+            **of_worker,
+        )
+
     @property
     def _results(self) -> StepResults:
         results = self._get_connector_metadata()
@@ -191,11 +196,10 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         return AgentRanks(endpoint, (self._rank,), self._rank_secret, server_key)
 
 
-def _of_all_stages(layers: Layers) -> Layers:
-    """Runs in all workers at the same time."""
-    stages = get_pp_group()
-    if stages.world_size == 1:
-        return layers
-    found: list[Layers] = [[] for _ in range(stages.world_size)]
-    torch.distributed.all_gather_object(found, layers, group=stages.cpu_group)
-    return [one for stage in found for one in stage]
+def _of_all_stages(layers: Layers, problem: str) -> Layers:
+    """Runs in all workers at the same time; a problem of one stage is raised in all."""
+    stages, mine = get_pp_group(), (layers, problem)
+    found = [mine] * stages.world_size
+    if stages.world_size > 1:
+        torch.distributed.all_gather_object(found, mine, group=stages.cpu_group)
+    return joined(found)

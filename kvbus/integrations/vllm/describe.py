@@ -4,7 +4,7 @@ Workers describe it, as the scheduler sees neither tensors nor the layers of eac
 their description with the handshake metadata. Refusals by the configuration come at start.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     is_quantized_kv_cache,
+    iter_layer_specs,
 )
 
 from kvbus.errors import GeometryError
@@ -36,8 +37,8 @@ HANDED_OFF = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 Layers = list[tuple[GroupSource, GroupSpec]]
 """Each layer as a group of its own; its name is its kind, such as "window-4096"."""
-Gather = Callable[[Layers], Layers]
-"""Joins the layers of all pipeline stages."""
+Gather = Callable[[Layers, str], Layers]
+"""Joins the layers of all pipeline stages; the text is the problem of this stage, if any."""
 
 
 def describe_engine(
@@ -47,7 +48,7 @@ def describe_engine(
     engine_id: str,
     model: str | None = None,
     num_kernel_blocks: Mapping[str, int] | None = None,
-    gather: Gather = list,
+    gather: Gather | None = None,
 ) -> Description:
     """Describe the engine in a worker; ``num_kernel_blocks`` has split layers.
 
@@ -55,7 +56,8 @@ def describe_engine(
     """
     refuse_unserved(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    layers = gather([*_layers(vllm_config, kv_cache_config, num_kernel_blocks or {})])
+    found = _layers(vllm_config, kv_cache_config, num_kernel_blocks or {})
+    layers = _gathered(found, gather) if gather is not None else [*found]
     merged: dict[tuple[GroupSource, GroupSpec], list[int]] = {}
     for source, one in layers:
         merged.setdefault((source, replace(one, layers=(0,))), []).append(one.layers[0])
@@ -72,6 +74,26 @@ def describe_engine(
     )
     validate_engine(spec)
     return Description(spec, tuple(sources))
+
+
+def joined(stages: Iterable[tuple[Layers, str]]) -> Layers:
+    """Return the layers of ``stages``; raise `GeometryError` for the problem of one."""
+    layers: Layers = []
+    for found, problem in stages:
+        if problem:
+            raise GeometryError(problem, field="layers")
+        layers += found
+    return layers
+
+
+def _gathered(found: Iterable[tuple[GroupSource, GroupSpec]], gather: Gather) -> Layers:
+    """Other stages wait for this one, also if its layers are refused."""
+    layers: Layers = []
+    try:
+        layers += found
+    except GeometryError as error:
+        return gather([], error.message)
+    return gather(layers, "")
 
 
 def model_name(model_config: Any) -> str:
@@ -153,7 +175,10 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
     )
     images = vllm_config.model_config.multimodal_config
     require(
-        images is None or images.mm_processor_cache_gb > 0 or cache.enable_prefix_caching,
+        images is None
+        or images.language_model_only
+        or images.mm_processor_cache_gb > 0
+        or cache.enable_prefix_caching,
         "mm_processor_cache_gb",
         "without a prefix cache and a cache of processed images, vLLM numbers images and does not "
         "hash them, so tickets cannot tell them apart. Set --mm-processor-cache-gb above 0",
@@ -178,10 +203,19 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         "see them. Set it to 1, or use a method without a draft model (ngram)",
     )
     require(len(kv_cache_config.transfer_groups) > 0, "groups", "the model has no KV cache")
+    caches = [one for group in kv_cache_config.transfer_groups for one in _specs(group)]
+    has_windows = any(isinstance(one, SlidingWindowSpec) for one in caches)
+    require(
+        not (has_windows and kv_cache_config.needs_kv_cache_zeroing),
+        "groups",
+        "sliding windows beside states, or in a cache of mixed precision, are not served: vLLM "
+        "expects zeros in front of a window",
+    )
 
 
 def _specs(group: Any) -> Collection[Any]:
-    return caches_of(group).values() or (group.kv_cache_spec,)
+    """Return what the layers cache; a stage without layers of the group knows its kind."""
+    return caches_of(group).values() or iter_layer_specs(group.kv_cache_spec)
 
 
 def _refuse_cache(cache: Any, group: Any) -> None:
@@ -231,6 +265,13 @@ def _layers(
                 yield GroupSource(at), state_of(cache, number, vllm_config)
                 continue
             source = GroupSource(at, num_kernel_blocks.get(name, 1))
+            require(
+                source.num_kernel_blocks == 1 or not kv_cache_config.needs_kv_cache_zeroing,
+                "attention_backend",
+                f"the attention of layer '{name}' splits blocks, which kvbus does not serve beside "
+                "states or in a cache of mixed precision. Use --attention-backend FLASH_ATTN or "
+                "TRITON_ATTN",
+            )
             for one in _attention(cache, name, vllm_config):
                 size = one.block_size // source.num_kernel_blocks
                 yield source, replace(one, layers=(number,), block_size=size)

@@ -69,6 +69,7 @@ class Load:
     has_ended: bool = False
     has_failed: bool = False
     partial: set[int] = field(default_factory=set)
+    gapped: set[int] = field(default_factory=set)
     ticket_key: bytes = field(init=False, default=b"")
     """Digest of the whole ticket: an altered one has another key."""
 
@@ -96,10 +97,11 @@ class Loads:
         options: ConnectorOptions,
         *,
         num_left: int,
+        zeroes_blocks: bool,
     ) -> None:
         self._described, self._link, self._stats, self._options = described, link, stats, options
         self._has_states = any(group.state for group in described.engine.groups)
-        self._num_left = num_left
+        self._num_left, self._zeroes_blocks = num_left, zeroes_blocks
         """Last tokens of a prompt that a load leaves to compute."""
         self._readers: dict[bytes, str] = {}
         self._reading: set[str] = set()
@@ -186,7 +188,7 @@ class Loads:
             return
         self._fetching[fetch] = load
         if tables.partial:
-            load.partial = tables.partial
+            load.partial, load.gapped = tables.partial, tables.gapped
             self._partial[request_id] = load
 
     def partial_blocks(self, request_id: str | None = None) -> set[int]:
@@ -305,6 +307,7 @@ class Loads:
             num_tokens=stop,
             block_ids=tables.block_ids,
             first_token=load.first_token,
+            zero_tail=self._zeroes_blocks,  # vLLM zeroes no block of a load
             timeout_s=self._options.fetch_timeout_s,
             fetch_id=load.fetch_id,
             prompt_digest=load.handoff.prompt_digest,
@@ -319,7 +322,7 @@ class Loads:
             return
         self._stats.add_load(notice, given_up=load.is_given_up)
         if notice.whole_blocks and load.handoff.whole_blocks:
-            load.partial = set()
+            load.partial = load.gapped
         if notice.outcome is Outcome.COMPLETED:
             return
         if not load.is_given_up:

@@ -48,19 +48,21 @@ BlockIds = Sequence[Sequence[int]]
 class Tables(NamedTuple):
     """Blocks by group, and the first one's number.
 
-    Windows begin inside ``partial`` blocks, which are vLLM's.
+    Windows begin inside ``partial`` blocks, which are vLLM's. A handoff does not fill the beginning
+    of ``gapped`` ones even if all blocks that it lists are whole.
     """
 
     block_ids: dict[str, list[int]]
     first_blocks: dict[str, int]
     partial: set[int]
+    gapped: set[int]
 
 
 def tables_of(
     described: Description, block_ids: BlockIds, first_token: int, stop_token: int
 ) -> Tables:
     """Return the blocks of [first_token, stop_token); raise `GeometryError` if one is missing."""
-    tables = Tables({}, {}, set())
+    tables = Tables({}, {}, set(), set())
     for group, source in zip(described.engine.groups, described.sources, strict=True):
         start, stop = group.positions(first_token, stop_token)
         if start >= stop:
@@ -79,8 +81,11 @@ def tables_of(
         skipped = first - first_whole * num_kernel
         tables.block_ids[group.name] = split[skipped : skipped + end - first]
         tables.first_blocks[group.name] = first
-        if start > max(first_token, first_whole * num_kernel * size):  # a window begins in it
+        begins = max(first_token, first_whole * num_kernel * size)
+        if start > begins:  # a window begins in it
             tables.partial.add(whole[0])
+        if first * size > begins:
+            tables.gapped.add(whole[0])
     return tables
 
 

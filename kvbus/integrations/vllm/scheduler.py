@@ -8,7 +8,7 @@ request_finished            Loads.give_up, Offers.publish, or withdraw
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -25,6 +25,7 @@ from kvbus.integrations.vllm.params import (
     TICKET,
     TRANSFER_ID,
     ConnectorOptions,
+    Description,
     HandoffParams,
     OfferParams,
     StepDone,
@@ -68,10 +69,12 @@ class SchedulerSide:
         takes_images: bool,
         num_left: int,
         has_states: bool,
+        describe: Callable[[], Description],
     ) -> None:
+        """``describe`` says what the configuration alone does."""
         self.takes_images, self._num_left, self._has_states = takes_images, num_left, has_states
         self._options, self._caches = options, caches
-        self._kv_role, self._drains = kv_role, drains
+        self._kv_role, self._drains, self._describe = kv_role, drains, describe
         self._stats, self._step = KvbusStats(), 0
         self._control_links: list[Link] = []
 
@@ -83,9 +86,11 @@ class SchedulerSide:
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         found = [one for one in metadata.values() if isinstance(one, WorkerPlaces)]
         workers, descriptions = [one.places for one in found], {one.described for one in found}
-        if len(descriptions) != 1:
+        if len(descriptions) > 1:
             raise GeometryError("the workers of this vLLM describe its KV cache differently")
-        (described,) = descriptions
+        # `MultiConnector` passes on the metadata of its first child alone. If workers say more than
+        # the configuration, the agent refuses the scheduler's session.
+        described = descriptions.pop() if descriptions else self._describe()
         self._has_windows = any(group.window is not None for group in described.engine.groups)
         # A producer frees blocks that a running step may still write, so it must not load.
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
@@ -97,7 +102,14 @@ class SchedulerSide:
             )
             self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
-        self._loads = Loads(described, loading, self._stats, self._options, num_left=self._num_left)
+        self._loads = Loads(
+            described,
+            loading,
+            self._stats,
+            self._options,
+            num_left=self._num_left,
+            zeroes_blocks=self._caches.needs_kv_cache_zeroing,
+        )
         pool = self._manager.block_pool
         self._offers = RequestOffers(described, offering, pool, self._stats, drains=self._drains)
 

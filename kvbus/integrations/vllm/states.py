@@ -19,7 +19,7 @@ from kvbus.geometry import GroupSpec, StatePart, state_group
 
 Kind = MambaAttentionBackendEnum
 SERVED = (Kind.MAMBA1, Kind.MAMBA2, Kind.GDN_ATTN, Kind.SHORT_CONV)
-NUM_GROUPS = ("mamba_n_groups", "n_groups")
+NUM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 """Keys of Mamba 2 in models' configurations."""
 
 
@@ -121,7 +121,7 @@ def _channels(spec: MambaSpec, vllm_config: Any) -> tuple[Channels, ...]:
     if num_keys == 1 and tp_size > 1:  # each rank has its own group, or a copy of the only one
         total = min(_num_groups(vllm_config), tp_size)
     first, second = (Channels(f"conv-{one}", num_keys, last, total) for one in "bc")
-    return value._replace(name="conv-x"), first, second
+    return Channels("conv-x", *value[1:]), first, second
 
 
 def _num_groups(vllm_config: Any) -> int:

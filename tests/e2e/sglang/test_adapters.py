@@ -50,11 +50,11 @@ def test_decode_says_what_sglang_says_alone_with_each_adapter(models: Path, tmp_
             calls = pair.begin(prompt, **pair.room(), lora_path=name)
             said.append([call.tokens() for call in calls][1])
         room = pair.room()
-        calls = [
+        unlike = [
             server.begin(prompt_of(40, seed=7), NUM_TOKENS, **room, lora_path=name)
             for server, name in zip((pair.prefill, pair.decode), NAMES, strict=True)
         ]
-        for call in calls:
+        for call in unlike:
             with pytest.raises(RefusedError):
                 call.tokens()
         pair.check()

@@ -361,6 +361,7 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         drains_s: int = 0,
         fits: bool = True,
         state_mode: str | None = None,
+        reports: bool = True,
         kv_role: str = "kv_both",
         num_ahead: int = 0,
         **options: Any,
@@ -368,7 +369,8 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         """Beside one agent, or one of each kind, to offer and to load with, if they ``fit``.
 
         With room for so many of the longest requests, whose tokens see ``of`` tokens or all. With a
-        ``state_mode`` ("none" or "align") they have a state, too.
+        ``state_mode`` ("none" or "align") they have a state, too. Unless it ``reports``, what the
+        worker says is lost, as `MultiConnector` passes on that of its first child alone.
         ``options`` are the connector's.
         """
         specs = [window(of, block_size=size)] if of is not None else []
@@ -417,7 +419,7 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
         worker = KvbusConnector(config, KVConnectorRole.WORKER, caches)
         try:
             memory = _registered(worker, config, caches)
-            place = {(0, 0): worker.get_handshake_metadata()}
+            place = {(0, 0): worker.get_handshake_metadata()} if reports else {}
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(place)
             if fits:
                 for link in scheduler.connector._control_links:

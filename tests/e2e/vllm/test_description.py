@@ -1,5 +1,6 @@
 """What vLLM's configuration says of an engine, in each of its processes and on both sides."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -18,7 +19,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.describe import Gather, Layers, describe_engine, tokens_left
+from kvbus.integrations.vllm.describe import (
+    Gather,
+    Layers,
+    describe_engine,
+    joined,
+    tokens_left,
+)
 from kvbus.integrations.vllm.offers import tables_of
 from kvbus.integrations.vllm.params import Description, GroupSource
 from kvbus.planning import check_compatible
@@ -36,18 +43,18 @@ def by_workers(case: Configured) -> list[Description]:
     """What the workers of each stage say, once each knows the layers of the others."""
     size = case.vllm_config.parallel_config.tensor_parallel_size
     stages = case.workers[::size]
-    joined: Layers = []
+    found: list[tuple[Layers, str]] = []
 
     def describe(gather: Gather) -> list[Description]:
         config = case.vllm_config
         return [describe_engine(config, one, engine_id="e", gather=gather) for one in stages]
 
-    def collect(layers: Layers) -> Layers:
-        joined.extend(layers)
-        return layers
+    def collect(*mine: Any) -> Layers:
+        found.append(mine)
+        return joined([mine])
 
     describe(collect)
-    return describe(lambda _: joined)
+    return describe(lambda *_: joined(found))
 
 
 @pytest.mark.kind(
@@ -80,6 +87,23 @@ def test_workers_of_all_stages_describe_same_engine_and_groups(
         assert (group.window is None) == isinstance(theirs, FullAttentionSpec)
 
 
+def test_refused_layer_of_one_stage_is_refused_in_all(tmp_path: Path) -> None:
+    case = configure(tmp_path, {**layers(full()), "odd": full()}, pipeline_parallel_size=2)
+    found: list[tuple[Layers, str]] = []
+
+    def collect(*mine: Any) -> Layers:
+        found.append(mine)
+        return []
+
+    for caches in case.workers:
+        with contextlib.suppress(GeometryError):  # an engine without groups
+            describe_engine(case.vllm_config, caches, engine_id="e", gather=collect)
+
+    assert [bool(problem) for _, problem in found] == [False, True]
+    with pytest.raises(GeometryError, match="layer 'odd' has no number"):
+        joined(found)
+
+
 def test_kernel_blocks_are_the_blocks_of_a_group(tmp_path: Path) -> None:
     case, names = configure(tmp_path, layers(full(), full())), list(layers(full(), full()))
     config, (caches,) = case.vllm_config, case.workers
@@ -91,9 +115,17 @@ def test_kernel_blocks_are_the_blocks_of_a_group(tmp_path: Path) -> None:
     (group,) = described.engine.groups
     assert (group.block_size, described.sources) == (16, (GroupSource(0, 2),))
     tables = tables_of(described, [[5, 3]], 16, 50)
-    assert tables == ({"full": [11, 6, 7]}, {"full": 1}, set())
+    assert tables == ({"full": [11, 6, 7]}, {"full": 1}, set(), set())
     with pytest.raises(GeometryError):
         tables_of(described, [[5, 3]], 0, 65)
+
+
+def test_split_blocks_beside_states_are_refused(tmp_path: Path) -> None:
+    case = configure(tmp_path, layers(full(), replace(GDN, **FITS)))
+    names = dict.fromkeys(layers(full()), 2)
+
+    with pytest.raises(GeometryError, match="splits blocks"):
+        describe_engine(case.vllm_config, case.scheduler, engine_id="e", num_kernel_blocks=names)
 
 
 def test_window_that_begins_behind_a_kernel_block_is_partial(tmp_path: Path) -> None:
@@ -105,7 +137,8 @@ def test_window_that_begins_behind_a_kernel_block_is_partial(tmp_path: Path) -> 
 
     tables = tables_of(described, [[5, 3]], 0, 33)
 
-    assert tables == ({"window-18": [11, 6]}, {"window-18": 1}, {5})
+    assert tables == ({"window-18": [11, 6]}, {"window-18": 1}, {5}, {5})
+    assert tables_of(described, [[5, 3]], 16, 33).gapped == set()  # the rest of it is there
 
 
 def test_engines_of_other_ranks_and_block_size_are_compatible(tmp_path: Path) -> None:
@@ -218,6 +251,7 @@ GDN = MambaSpec(
 )
 """Two heads of 16 for queries and keys, four of 8 for values."""
 LINEAR = replace(GDN, mamba_type=Kind.LINEAR, shapes=((4, 8, 8),), dtypes=(torch.float32,))
+FITS = {"page_size_padded": full().page_size_bytes}
 DRAFTED = {"num_speculative_blocks": 2}
 RING = {"shapes": (*GDN.shapes, (4, 4)), "dtypes": (*GDN.dtypes, torch.float32)}
 ODD = {"shapes": ((3, 97), (4, 8, 16))}
@@ -245,6 +279,9 @@ REFUSED = {
         specs=(full(1),),
         options={"tensor_parallel_size": 2},
     ),
+    "windows beside states": Refused(
+        "groups", "zeros in front", specs=(window(48), replace(GDN, **FITS), full())
+    ),
     "decode contexts": Refused(DECODE_CONTEXTS, config={f"parallel_config.{DECODE_CONTEXTS}": 2}),
     "prefill contexts": Refused(
         PREFILL_CONTEXTS, config={f"parallel_config.{PREFILL_CONTEXTS}": 2}
@@ -258,7 +295,9 @@ REFUSED = {
         "mm_processor_cache_gb",
         "--mm-processor-cache-gb",
         config={
-            "model_config.multimodal_config": SimpleNamespace(mm_processor_cache_gb=0),
+            "model_config.multimodal_config": SimpleNamespace(
+                mm_processor_cache_gb=0, language_model_only=False
+            ),
             "cache_config.enable_prefix_caching": False,
         },
     ),

@@ -172,7 +172,7 @@ def test_loaded_blocks_are_published_like_computed_ones(pair: Cluster) -> None:
         tokens(pair, prompt, **one, **ticket(pair, prompt, **one))
 
         while ("BlockStored", prompt, "one") not in stored:
-            assert events.poll(1000 * SETTLES_WITHIN_S), stored
+            assert events.poll(int(1000 * SETTLES_WITHIN_S)), stored
             _, batch, *_ = msgspec.msgpack.decode(events.recv_multipart()[-1])
             stored += [tuple(map(each.get, ("type", "token_ids", "lora_name"))) for each in batch]
     assert pair.moved() - before == len(prompt) * TOKEN_BYTES

@@ -213,6 +213,20 @@ def test_ticket_not_fitting_its_prompt_makes_no_wrong_token(engines: Pair, kind:
     assert answer.num_computed == (len(prompt) if num_computed is None else num_computed)
 
 
+def test_engines_hand_off_whose_workers_report_no_description(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    with (
+        engine_of((agents.all[0], None), SMALLER, reports=False) as prefill,
+        engine_of((None, agents.all[1]), LARGER, reports=False) as decode,
+    ):
+        answer = decode.answer(PROMPT, 3, Pair(agents, prefill, decode).params())
+
+        assert answer.tokens == what_follows(PROMPT, 3)
+        assert answer.num_computed == 1
+        assert decode.wrong == []
+
+
 @pytest.mark.parametrize(("fewest", "num_computed"), [(LENGTH, 1), (LENGTH + 1, LENGTH)])
 def test_load_of_fewer_tokens_is_computed_and_its_offer_released(
     agents: Agents, engine_of: EngineOf, fewest: int, num_computed: int

@@ -15,6 +15,7 @@ from tests.e2e.vllm.scheduled import (
     TO_DECODE,
     EngineOf,
     Pair,
+    kv_of,
     prompt_of,
     what_follows,
 )
@@ -50,6 +51,16 @@ def test_decode_begins_with_the_state_of_prefill(pair: Pair, num_tokens: int) ->
     assert pair.decode.wrong == pair.prefill.wrong == []
     pair.decode.until_all_free()
     pair.prefill.until_all_free()
+
+
+def test_slots_behind_loaded_tokens_are_zero(pair: Pair) -> None:
+    """vLLM zeroes no block that is loaded, and what states left there may be no number."""
+    prompt = prompt_of(40)
+    pair.decode.answer(prompt, NUM_TOKENS, pair.params(prompt))
+
+    memory, begins = pair.decode.memory[0], int(kv_of(prompt)[2 * SIZE])
+    (block,) = (memory[:, 0, 0, 0, 0] == begins).nonzero().flatten().tolist()
+    assert not memory[block, :, len(prompt) - 2 * SIZE + NUM_TOKENS :].any()
 
 
 def test_state_of_a_whole_prompt_is_not_loaded(pair: Pair) -> None:
