@@ -5,7 +5,7 @@ in the integrations. Neither vLLM nor SGLang is imported.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def table() -> str:
         if on == level
     ]
     lines = ["| handed off | by | tested with |", "| --- | --- | --- |", *shown, ""]
-    lines += ["Refused when the server starts, with what helps:", ""]
+    lines += ["### Refused at startup", "", "The error names the reason and what helps.", ""]
     for engine, title in ENGINES.items():
         folder = ROOT / "kvbus" / "integrations" / engine
         texts = dict.fromkeys(
@@ -62,17 +62,22 @@ def marks(folder: Path) -> set[tuple[str, str]]:
 def refusals(path: Path) -> Iterator[str]:
     """What each refusal says; values that are known at run time are "…"."""
     tree = ast.parse(path.read_text())
-    constants = {
+    shared = _constants(tree.body)
+    for function in (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)):
+        known = {**shared, **_constants([*ast.walk(function)])}
+        for call in (one for one in ast.walk(function) if isinstance(one, ast.Call)):
+            if (name := ast.unparse(call.func)) in REFUSE and len(call.args) > REFUSE[name]:
+                texts = [_text(one, known) for one in call.args[REFUSE[name] :]]
+                if texts[0].strip("… "):
+                    yield ": ".join(text for text in texts if text).replace("… ...", "…")
+
+
+def _constants(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
+    return {
         node.targets[0].id: node.value
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    for call in _calls(path):
-        name = ast.unparse(call.func)
-        if name in REFUSE and len(call.args) > REFUSE[name]:
-            texts = [_text(one, constants) for one in call.args[REFUSE[name] :]]
-            if texts[0].strip("… "):
-                yield ": ".join(text for text in texts if text)
 
 
 def _calls(path: Path) -> Iterator[ast.Call]:

@@ -267,7 +267,7 @@ class Loads:
             handoff,
             priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
             traceparent=read_trace(params, request.trace_headers),
-            min_tokens=self._options.min_load_tokens,
+            min_tokens=0 if RENDEZVOUS in params else self._options.min_load_tokens,
         )
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:

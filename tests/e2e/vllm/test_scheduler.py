@@ -246,6 +246,20 @@ def test_load_of_fewer_tokens_is_computed_and_its_offer_released(
             engine.until_all_free()
 
 
+def test_few_tokens_are_loaded_of_an_awaited_prompt(agents: Agents, engine_of: EngineOf) -> None:
+    """Its images are compared with the load."""
+    with (
+        engine_of((agents.all[0], None), SMALLER) as prefill,
+        engine_of((None, agents.all[1]), LARGER, min_load_tokens=LENGTH + 1) as decode,
+    ):
+        to_decode, to_prefill = Pair(agents, prefill, decode).awaiting()
+        loads = decode.ask(PROMPT, 3, to_decode)
+        prefill.answer(PROMPT, 1, to_prefill)
+        decode.until_ended(loads)
+
+        assert loads.num_computed == 1
+
+
 def test_only_uncached_blocks_are_loaded_and_offer_is_released(
     engines: Pair,
 ) -> None:
