@@ -25,7 +25,7 @@ def register() -> None:
     HookRegistry.register(f"{_WHERE}.utils.get_kv_class", _kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{_WHERE}.{queue}._init_kv_manager", _begin, HookType.AROUND)
-        HookRegistry.register(f"{_WHERE}.{queue}.add", _note_request, HookType.AROUND)
+        HookRegistry.register(f"{_WHERE}.{queue}.add", note_request, HookType.AROUND)
 
 
 def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
@@ -43,7 +43,7 @@ def _begin(original: Any, queue: Any) -> Any:
     return manager
 
 
-def _note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
+def note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
     """Senders and receivers get only pages, so store the tokens."""
     flags = [*rest[:1], named.get("is_retracted")]  # prefill passes a number of heads
     is_retracted = any(flag is True for flag in flags)  # decode keeps its KV

@@ -242,7 +242,7 @@ def test_request_that_comes_back_from_a_copy_of_decode_is_not_noted(
     backend = SimpleNamespace(value=sglang.BACKEND)
     queue = SimpleNamespace(kv_manager=manager, transfer_backend=backend)
 
-    sglang._note_request(lambda *_, **__: None, queue, request(manager, room), *given, **named)
+    sglang.note_request(lambda *_, **__: None, queue, request(manager, room), *given, **named)
 
     assert (manager.requests.take(room) is not None) == is_noted
 
