@@ -1,4 +1,4 @@
-"""What the backend refuses when a server starts: by name, with the setting that helps."""
+"""Refusals of the backend when a server starts, by name and with the setting that helps."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
