@@ -245,10 +245,13 @@ class DecodeService(Service):
         command.resources.stop_parts()
         self._reader.stop_reads(command)
 
+    # If UCX has the kernel copy, memory that its engine has truncated raises no SIGBUS here. The
+    # READ fails as if the peer were lost, in each attempt. So this agent checks the engine's files.
     def _end_attempt(self, command: ev.EndAttempt) -> None:
         self._leases.end(command.requested.resources)
         self._metrics.count_retry(command.error.code)
         log_retry(command)
+        self._agent.engines.find_cuts(command.requested.engine_id)
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """Reply to the engine before logging: the engine is waiting."""
