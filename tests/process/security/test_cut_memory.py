@@ -102,7 +102,7 @@ def large(agent: AgentProcess, **options: Any) -> Any:
     [
         (TCP, True),
         pytest.param(TCP, False, marks=pytest.mark.long),
-        pytest.param(SHARED_MEMORY, True, marks=pytest.mark.long),
+        (SHARED_MEMORY, True),
         (MAPPED, True),
     ],
     indirect=["shared_slow"],
