@@ -44,9 +44,17 @@ def _begin(original: Any, queue: Any) -> Any:
 
 
 def note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
-    """Senders and receivers get only pages, so store the tokens."""
+    """Senders and receivers get only pages, so store the tokens.
+
+    A request without a room, or with SGLang's fake host, is never handed off.
+    """
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    is_handed_off = request.bootstrap_room is not None and (
+        request.bootstrap_host != FAKE_BOOTSTRAP_HOST
+    )
     flags = [*rest[:1], named.get("is_retracted")]  # prefill passes a number of heads
     is_retracted = any(flag is True for flag in flags)  # decode keeps its KV
-    if queue.transfer_backend.value == BACKEND and not is_retracted:
+    if queue.transfer_backend.value == BACKEND and is_handed_off and not is_retracted:
         queue.kv_manager.requests.note(request)
     return original(queue, request, *rest, **named)

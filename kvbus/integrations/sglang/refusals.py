@@ -153,6 +153,11 @@ def _check_options(at: Server, options: Any) -> None:
         "start prefill with --pp-size 1",
     )
     _refuse(
+        options.enable_multi_layer_eagle,
+        "several draft models",
+        "start both servers without --enable-multi-layer-eagle",
+    )
+    _refuse(
         parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "context parallelism",
         "start both servers with --attn-cp-size 1 and --dcp-size 1",

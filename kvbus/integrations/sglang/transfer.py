@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import msgspec
@@ -108,6 +109,14 @@ class Manager(CommonKVManager):
         if self.leads and not bootstrap_addr.startswith(f"{ELSEWHERE}:"):
             self.places.request(bootstrap_addr)
         return True
+
+    def step_event(self) -> Any:
+        """Return an event after the launched steps, or None.
+
+        With overlap scheduling, a step may still write to pages that SGLang has freed.
+        """
+        record = getattr(getattr(self.scheduler, "forward_stream", None), "record_event", None)
+        return record() if record is not None and self.scheduler.enable_overlap else None
 
     def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
         rows = self.rows
@@ -255,6 +264,9 @@ class Receiver(CommonKVReceiver):
         self._place: PlaceRequest | None = None
         self._start_fetch: Callable[[Mapping[str, Any]], Fetch] | None = None
         self._has_metadata = False
+        self._writes: Any = None
+        self._starting = RLock()
+        """SGLang may abort in another thread, while `poll` starts the fetch."""
 
     def init(self, prefill_dp_rank: int) -> None:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
@@ -267,7 +279,7 @@ class Receiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        self._has_metadata = True
+        self._has_metadata, self._writes = True, self.kv_mgr.step_event()
         first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
         tables = dict.fromkeys(self.kv_mgr.paged, kv_indices.tolist())
         tables |= {pools.METADATA: rows, **self.kv_mgr.states(state_indices)}
@@ -295,14 +307,17 @@ class Receiver(CommonKVReceiver):
         self._fetch_soon()
 
     def _fetch_soon(self) -> None:
-        if self._start_fetch is None or self.conclude_state is not None:
-            return
-        try:
-            ticket = self._ticket()
-            if ticket is not None:
-                self._fetch, self._start_fetch = self._start_fetch(ticket), None
-        except KVBusError as error:
-            self._fail(str(error))
+        with self._starting:
+            if self._start_fetch is None or self.conclude_state is not None:
+                return
+            if self._writes is not None and not self._writes.query():
+                return
+            try:
+                ticket = self._ticket()
+                if ticket is not None:
+                    self._fetch, self._start_fetch = self._start_fetch(ticket), None
+            except KVBusError as error:
+                self._fail(str(error))
 
     def _given(self) -> TicketAndToken | None:
         if not self.bootstrap_addr.startswith(f"{ELSEWHERE}:"):
@@ -369,18 +384,22 @@ class Receiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Cancel the fetch; `poll` returns Failed once nothing writes into the pages."""
-        if self.conclude_state is not None:
-            return
-        if self._fetch is not None:
-            self._fetch.cancel(release_offer=True)
-        elif self.kv_mgr.leads:
-            try:
-                ticket = self._ticket()
-                if ticket is not None:
-                    self.kv_mgr.link.release(ticket)
-            except KVBusError as error:
-                logger.warning("kvbus: room %s is not released: %s", self.bootstrap_room, error)
-            self._fail("aborted")
+        with self._starting:
+            if self.conclude_state is not None:
+                return
+            if self._fetch is not None:
+                self._fetch.cancel(release_offer=True)
+            elif self.kv_mgr.leads:
+                self._release()
+                self._fail("aborted")
+
+    def _release(self) -> None:
+        try:
+            ticket = self._ticket()
+            if ticket is not None:
+                self.kv_mgr.link.release(ticket)
+        except KVBusError as error:
+            logger.warning("kvbus: room %s is not released: %s", self.bootstrap_room, error)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: the agents notify each other."""

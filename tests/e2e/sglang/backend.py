@@ -46,6 +46,7 @@ def request(manager: Any, room: int, lora_id: str | None = None, **different: An
         "origin_input_ids": list(range(num_tokens_of(manager))),
         "sampling_params": SimpleNamespace(custom_params=None),
         "bootstrap_room": room,
+        "bootstrap_host": "127.0.0.1",
         "lora_id": lora_id,
         "return_logprob": False,
         "logprob": SimpleNamespace(top_logprobs_num=0),

@@ -19,6 +19,7 @@ def scheduler_of(**different: Any) -> Any:
         "disaggregation_decode_host_receive_threshold": 1,
         "disaggregation_decode_allocation_policy": "early",
         "enable_memory_saver": False,
+        "enable_multi_layer_eagle": False,
         **different,
     }
     return SimpleNamespace(

@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import time
 from collections.abc import Callable
 from contextlib import closing
 from itertools import product
@@ -61,6 +62,30 @@ def test_no_page_is_reported_before_its_writing_step_ends(
     event.is_done = True
     assert ends(sender, receiver) == [KVPoll.Success] * 2
     assert (key_pages(decode, "decode") == 2.0).all()
+
+
+def test_no_page_is_fetched_while_a_step_may_write_to_it(
+    managers: Managers, bootstrap: Callable[[], str]
+) -> None:
+    """SGLang frees pages, and gives them to the next request, while a step that has them runs."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    prefill, decode, room, event = managers("prefill"), managers("decode"), next(ROOMS), Event()
+    scheduler = decode.scheduler
+    scheduler.enable_overlap, stream = True, SimpleNamespace(record_event=lambda: event)
+    scheduler.forward_stream = stream
+    sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
+    write(prefill, 1.0)
+    sender.send(pages_of("prefill"))
+
+    receiver.send_metadata(pages_of("decode"), ROW, None)
+    for _ in range(20):
+        assert receiver.poll() == KVPoll.Transferring
+        time.sleep(0.01)
+    assert receiver._fetch is None
+
+    event.is_done = True
+    assert ends(sender, receiver) == [KVPoll.Success] * 2
 
 
 def test_pages_whose_step_has_ended_are_reported_at_once(
@@ -230,19 +255,30 @@ def test_request_that_decode_retracted_has_its_room_again(
 
 @pytest.mark.parametrize(
     ("given", "named", "is_noted"),
-    [((), {}, True), ((1,), {}, True), ((True,), {}, False), ((), {"is_retracted": True}, False)],
+    [
+        ((), {}, True),
+        ((1,), {}, True),
+        ((True,), {}, False),
+        ((), {"is_retracted": True}, False),
+        ((), {"bootstrap_room": None}, False),
+        ((), {"bootstrap_host": "2.2.2.2"}, False),
+    ],
 )
-def test_request_that_comes_back_from_a_copy_of_decode_is_not_noted(
+def test_request_without_a_handoff_is_not_noted(
     managers: Managers, given: tuple[Any, ...], named: dict[str, Any], is_noted: bool
 ) -> None:
-    """SGLang queues it again, but no receiver follows, which would take the facts."""
+    """No receiver follows to take the facts: decode has a copy, or there is no room."""
     from kvbus.integrations import sglang
 
     manager, room = managers("decode"), next(ROOMS)
     backend = SimpleNamespace(value=sglang.BACKEND)
     queue = SimpleNamespace(kv_manager=manager, transfer_backend=backend)
 
-    sglang.note_request(lambda *_, **__: None, queue, request(manager, room), *given, **named)
+    one = request(manager, room)
+    for name in named.keys() & {"bootstrap_room", "bootstrap_host"}:
+        setattr(one, name, named.pop(name))
+
+    sglang.note_request(lambda *_, **__: None, queue, one, *given, **named)
 
     assert (manager.requests.take(room) is not None) == is_noted
 

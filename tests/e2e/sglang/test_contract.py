@@ -53,6 +53,7 @@ USED = {
     "managers/scheduler.py": [
         *("sliding_window_size", "server_args", "model_config", "kv_event_lora_names"),
         *("draft_worker", "spec_algorithm", "pd_rebootstrap_in_progress"),
+        *("enable_overlap", "forward_stream"),
     ],
     "managers/scheduler_pp_mixin.py": ["launch_event"],
     "speculative/base_spec_worker.py": ["draft_worker", "draft_runners"],
@@ -60,6 +61,7 @@ USED = {
     "arg_groups/fields/parallel.py": ["num_dp_ranks", "attn_dcp_size"],
     "environ.py": ["SGLANG_DISAGG_STAGING_BUFFER"],
     "arg_groups/fields/exec_.py": ["enable_memory_saver"],
+    "arg_groups/fields/spec.py": ["enable_multi_layer_eagle"],
     "configs/model_config.py": [
         "get_total_num_kv_heads",
         "get_swa_num_kv_heads",
@@ -75,7 +77,14 @@ USED = {
         *("pp_rank", "dp_rank", "attn_dp_rank"),
     ],
     "managers/schedule_batch.py": [
-        *("origin_input_ids", "bootstrap_room", "lora_id", "sampling_params", "return_logprob"),
+        *(
+            "origin_input_ids",
+            "bootstrap_room",
+            "bootstrap_host",
+            "lora_id",
+            "sampling_params",
+            "return_logprob",
+        ),
         *("logprob", "top_logprobs_num", "return_sampling_mask", "skip_radix_cache_insert"),
         "output_ids",
     ],

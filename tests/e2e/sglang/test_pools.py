@@ -182,6 +182,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, int], list[str]]] = {
         {},
         [],
     ),
+    "several draft models: start both servers without --enable-multi-layer-eagle": (
+        options(enable_multi_layer_eagle=True),
+        {},
+        [],
+    ),
     "memory to release: unset --enable-memory-saver": (
         options(enable_memory_saver=True),
         {},
