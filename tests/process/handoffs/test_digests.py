@@ -178,7 +178,7 @@ async def test_prefill_agent_omitting_digests_proves_nothing(
         failure = await failure_of(handoff.fetch)
         await handoff.offer.withdraw()
     assert failure.code is ErrorCode.INVALID
-    assert re.search(r"told \d+ digests, \d+ pieces are compared", failure.message)
+    assert re.search(r"sent \d+ digests for \d+ blocks", failure.message)
 
 
 async def test_bytes_that_differ_after_offer_end_are_no_mismatch(site: Site) -> None:

@@ -105,7 +105,7 @@ async def test_handshake_names_agent_that_lacks_ranks(shapes: ShapedAgents, whos
         ) as control,
         spread_engine([shapes.decode["direct"]]) as target,
     ):
-        with pytest.raises(RequestRefused, match=f"rank 1 is at {endpoint}") as refused:
+        with pytest.raises(RequestRefused, match=f"listed rank 1 at {endpoint}") as refused:
             await elsewhere.__aenter__()
         offer = await control.offer("r", **BLOCK)
         failure = await failure_of(target.decode.fetch(offer.ticket, timeout_s=5.0, **BLOCK))

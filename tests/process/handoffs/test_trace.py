@@ -188,7 +188,7 @@ async def test_a_person_reads_a_waterfall_and_what_took_the_time(
     assert " ms: " in lines[-1]
     assert "%" in lines[-1]
     assert (never.exit_code, half.exit_code) == (1, 0)
-    assert never.stderr.startswith("error: no agent remembers 'never': asked decode-")
+    assert never.stderr.startswith("error: no agent remembers 'never': queried decode-")
     assert half.stderr.startswith(f"warning: {silent}: timeout: ")
 
 

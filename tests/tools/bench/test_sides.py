@@ -187,7 +187,7 @@ def test_a_handoff_that_fails_ends_both_sides_at_once(trio: Trio) -> None:
         fetched, offered = fetching.ended(), offering.ended()
     assert (fetched[0], offered[0]) == (1, 1)
     assert "a handoff of 'runs-256k' failed with incompatible: " in fetched[2]
-    assert "a handoff of 'one-block' was withdrawn: look at the error of" in offered[2]
+    assert "a handoff of 'one-block' was withdrawn: see the error of" in offered[2]
 
 
 def line_of(case: str = "one-block", mib: int = 1) -> str:
