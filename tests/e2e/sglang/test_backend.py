@@ -65,7 +65,7 @@ def test_no_page_is_reported_before_its_writing_step_ends(
 
 
 def test_no_page_is_fetched_while_a_step_may_write_to_it(
-    managers: Managers, bootstrap: Callable[[], str]
+    managers: Managers, bootstrap: Callable[[], str], agents: Agents
 ) -> None:
     """SGLang frees pages, and gives them to the next request, while a step that has them runs."""
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -82,7 +82,7 @@ def test_no_page_is_fetched_while_a_step_may_write_to_it(
     for _ in range(20):
         assert receiver.poll() == KVPoll.Transferring
         time.sleep(0.01)
-    assert receiver._fetch is None
+    assert agents.all[1].status()["counts"]["fetches"] == 0
 
     event.is_done = True
     assert ends(sender, receiver) == [KVPoll.Success] * 2
