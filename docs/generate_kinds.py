@@ -17,7 +17,7 @@ LEVELS = {
     "scheduler": "the engine's scheduler, without a model",
     "memory": "the engine's memory and configuration, without a model",
 }
-REFUSE = {"require": 2, "_require": 2, "_refuse": 1}
+REFUSE = {"require": 2, "_refuse": 1}
 """Functions that refuse, and the number of the argument that says what."""
 
 

@@ -1,10 +1,10 @@
-"""A scorer for routers: asks decode agents what a handoff would cost, and names the best pair.
+"""A scorer for routers: queries decode agents for the cost of a handoff, and names the best pair.
 
     python examples/cost_scorer.py 4096 --prefill tcp://P1:7701 --prefill tcp://P2:7701 \
         --decode tcp://D1:7711 --decode tcp://D2:7711
 
-An answer takes the agent less than a millisecond, so that a router can ask for each request, of the
-pairs that it would choose from anyway: those whose prefill agent has the prefix.
+The agent replies in less than a millisecond. So a router can send a query for each request, for the
+pairs whose prefill agent has the prefix.
 """
 
 from collections.abc import Iterable, Mapping

@@ -56,7 +56,7 @@ class FetchRequest(PendingRequest[StartFetch]):
         self.notice: Fetched | None = None
         """Stage ``silent`` means a stopped agent."""
         self.is_cancelled = self.releases_offer = False
-        """``releases_offer`` until another agent is to release the ticket's offer."""
+        """``releases_offer``: the engine wants this, and no agent has done it."""
 
     @property
     def fetch_id(self) -> str:
@@ -383,6 +383,8 @@ class _Releases:
             or (was_not_begun and notice.outcome is Outcome.CANCELLED)
         ):
             self._waiting.append(ticket)
+            if self._fetches.connection is None:
+                return
             if self._fetches.connection is fetch.connection:
                 asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self.begin)
                 return

@@ -26,7 +26,7 @@ from kvbus.protocol.message import Request
 
 SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
-"""Bounds of this side's pauses; an agent may ask for longer ones."""
+"""Bounds of this side's pauses; an agent may require longer ones."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 """Codes of an agent that ends, or has closed the connection."""
 

@@ -26,14 +26,14 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """``untold`` names options that need more than `TicketAndToken` has."""
+    """``unknown`` names options that need more than `TicketAndToken` has."""
 
     transfer_id: str
     num_tokens: int
     digest: str
     given: object
     wants_logprobs: bool
-    untold: Sequence[str]
+    unknown: Sequence[str]
 
 
 # A request that decode retracts for new weights has its room a second time. Decode has its tokens
@@ -64,7 +64,7 @@ class Requests:
             digest=prompt_digest(tokens, [manager.lora_name(request.lora_id)]),
             given=custom.get(PARAMS_KEY) if isinstance(custom, Mapping) else None,
             wants_logprobs=request.return_logprob,
-            untold=[
+            unknown=[
                 *["top_logprobs_num"] * bool(request.logprob.top_logprobs_num),
                 *["return_sampling_mask"] * bool(request.return_sampling_mask),
             ],

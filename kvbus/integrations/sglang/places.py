@@ -1,4 +1,4 @@
-"""Addresses of the agents beside prefill servers, which their bootstrap servers tell."""
+"""Addresses of the agents beside prefill servers, from their bootstrap servers."""
 
 from asyncio import new_event_loop, run_coroutine_threadsafe
 from collections.abc import Mapping

@@ -330,15 +330,14 @@ class Receiver(CommonKVReceiver):
                 f"custom_params['{PARAMS_KEY}']: {reason_of(error)}; bootstrap_host '{ELSEWHERE}' "
                 "needs the ticket and the first token of the engine that prefilled"
             ) from error
-        untold = list(facts.untold) if facts else []
+        unknown = list(facts.unknown) if facts else []
         if facts and facts.wants_logprobs and given.first_logprob is None:
-            untold.append("return_logprob without first_logprob")
-        if untold:
+            unknown.append("return_logprob without first_logprob")
+        if unknown:
             if self.kv_mgr.leads:
                 self.kv_mgr.link.release(given.ticket)
             raise ProtocolError(
-                f"custom_params['{PARAMS_KEY}'] does not tell this of the first token: "
-                f"{', '.join(untold)}"
+                f"custom_params['{PARAMS_KEY}'] lacks this of the first token: {', '.join(unknown)}"
             )
         return given
 

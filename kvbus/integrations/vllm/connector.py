@@ -23,7 +23,6 @@ from kvbus.integrations.vllm.describe import (
     has_states,
     joined,
     refuse_unserved,
-    require,
     tokens_left,
 )
 from kvbus.integrations.vllm.params import (
@@ -33,10 +32,11 @@ from kvbus.integrations.vllm.params import (
     StepResults,
     WorkerPlaces,
     read_options,
+    require,
 )
 from kvbus.integrations.vllm.scheduler import CLOSE_WITHIN_S, SchedulerSide
 from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
-from kvbus.integrations.vllm.worker import kernel_blocks_of, share_rank
+from kvbus.integrations.vllm.worker import share_rank
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -90,7 +90,7 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Wait up to ``attach_timeout_s`` for agents, then continue without."""
         described = self._described = self._describe_engine(
-            num_kernel_blocks=kernel_blocks_of(self._configs[1], kv_caches), gather=_of_all_stages
+            kv_caches=kv_caches, gather=_of_all_stages
         )
         self._rank = get_pp_group().rank_in_group * described.engine.tp_size
         self._rank += get_tp_group().rank_in_group

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, GroupSpec, KvPart, validate_engine
-from kvbus.integrations.vllm.params import Description, GroupSource
+from kvbus.integrations.vllm.params import Description, GroupSource, require
 from kvbus.integrations.vllm.states import refuse_state, state_of
 
 SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
@@ -47,16 +47,16 @@ def describe_engine(
     *,
     engine_id: str,
     model: str | None = None,
-    num_kernel_blocks: Mapping[str, int] | None = None,
+    kv_caches: Mapping[str, Any] | None = None,
     gather: Gather | None = None,
 ) -> Description:
-    """Describe the engine in a worker; ``num_kernel_blocks`` has split layers.
+    """Describe the engine from its configuration, and in a worker from its tensors.
 
-    Raises `GeometryError`.
+    Raises `GeometryError`; with ``gather``, this is the problem of any stage.
     """
     refuse_unserved(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    found = _layers(vllm_config, kv_cache_config, num_kernel_blocks or {})
+    found = _layers(vllm_config, kv_cache_config, kv_caches or {})
     layers = _gathered(found, gather) if gather is not None else [*found]
     merged: dict[tuple[GroupSource, GroupSpec], list[int]] = {}
     for source, one in layers:
@@ -103,7 +103,7 @@ def model_name(model_config: Any) -> str:
 
 
 def caches_of(group: Any) -> dict[str, Any]:
-    """Return what each layer of vLLM's group caches."""
+    """Return what each layer of vLLM's group caches, by its name."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in group.layer_names}
@@ -130,20 +130,18 @@ def layer_number(name: str, vllm_config: Any) -> int:
 
 def tokens_left(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many of a prompt's last tokens prefill leaves to decode; see `_window`."""
-    caches = [one for group in kv_cache_config.transfer_groups for one in _specs(group)]
-    leaves_one = any(isinstance(one, SlidingWindowSpec | MambaSpec) for one in caches)
+    leaves_one = _has(SlidingWindowSpec, kv_cache_config) or has_states(kv_cache_config)
     num_lookahead: int = vllm_config.num_prefill_lookahead_tokens
     return max(int(leaves_one), num_lookahead - 1)
 
 
 def has_states(kv_cache_config: Any) -> bool:
+    return _has(MambaSpec, kv_cache_config)
+
+
+def _has(kind: type[Any], kv_cache_config: Any) -> bool:
     groups = kv_cache_config.transfer_groups
-    return any(isinstance(one, MambaSpec) for group in groups for one in _specs(group))
-
-
-def require(condition: bool, field: str, message: str) -> None:
-    if not condition:
-        raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)
+    return any(isinstance(one, kind) for group in groups for one in _specs(group))
 
 
 def refuse_unserved(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -199,14 +197,12 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         or not speculative.uses_draft_kv_cache()
         or parallel.pipeline_parallel_size == 1,
         "pipeline_parallel_size",
-        "draft layers are on the last pipeline stage alone, where other processes of vLLM do not "
-        "see them. Set it to 1, or use a method without a draft model (ngram)",
+        "draft layers are not served in pipeline stages. Set pipeline_parallel_size to 1, or use a "
+        "method without a draft model (ngram)",
     )
     require(len(kv_cache_config.transfer_groups) > 0, "groups", "the model has no KV cache")
-    caches = [one for group in kv_cache_config.transfer_groups for one in _specs(group)]
-    has_windows = any(isinstance(one, SlidingWindowSpec) for one in caches)
     require(
-        not (has_windows and kv_cache_config.needs_kv_cache_zeroing),
+        not (_has(SlidingWindowSpec, kv_cache_config) and kv_cache_config.needs_kv_cache_zeroing),
         "groups",
         "sliding windows beside states, or in a cache of mixed precision, are not served: vLLM "
         "expects zeros in front of a window",
@@ -256,7 +252,7 @@ def _numbered(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
 
 
 def _layers(
-    vllm_config: Any, kv_cache_config: Any, num_kernel_blocks: Mapping[str, int]
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
 ) -> Iterator[tuple[GroupSource, GroupSpec]]:
     for at, group in enumerate(kv_cache_config.transfer_groups):
         for name, cache in caches_of(group).items():
@@ -264,17 +260,28 @@ def _layers(
             if isinstance(cache, MambaSpec):
                 yield GroupSource(at), state_of(cache, number, vllm_config)
                 continue
-            source = GroupSource(at, num_kernel_blocks.get(name, 1))
-            require(
-                source.num_kernel_blocks == 1 or not kv_cache_config.needs_kv_cache_zeroing,
-                "attention_backend",
-                f"the attention of layer '{name}' splits blocks, which kvbus does not serve beside "
-                "states or in a cache of mixed precision. Use --attention-backend FLASH_ATTN or "
-                "TRITON_ATTN",
-            )
+            source = GroupSource(at, _num_kernel_blocks(name, kv_cache_config, kv_caches.get(name)))
             for one in _attention(cache, name, vllm_config):
                 size = one.block_size // source.num_kernel_blocks
                 yield source, replace(one, layers=(number,), block_size=size)
+
+
+def _num_kernel_blocks(name: str, kv_cache_config: Any, tensor: Any) -> int:
+    """Return into how many blocks the attention kernel splits each block."""
+    num_blocks: int = kv_cache_config.num_blocks
+    num_split = num_blocks if tensor is None else int(tensor.shape[0])
+    require(
+        num_split >= num_blocks and num_split % num_blocks == 0,
+        "block_size",
+        f"the cache of layer '{name}' has {num_split} blocks where the scheduler has {num_blocks}",
+    )
+    require(
+        num_split == num_blocks or not kv_cache_config.needs_kv_cache_zeroing,
+        "attention_backend",
+        f"the attention of layer '{name}' splits blocks, which kvbus does not serve beside states "
+        "or in a cache of mixed precision. Use --attention-backend FLASH_ATTN or TRITON_ATTN",
+    )
+    return num_split // num_blocks
 
 
 def _attention(cache: Any, name: str, vllm_config: Any) -> Iterator[GroupSpec]:

@@ -101,7 +101,8 @@ class Loads:
     ) -> None:
         self._described, self._link, self._stats, self._options = described, link, stats, options
         self._has_states = any(group.state for group in described.engine.groups)
-        self._num_left, self._zeroes_blocks = num_left, zeroes_blocks
+        self._zeroes_blocks = zeroes_blocks
+        self._num_left = num_left
         """Last tokens of a prompt that a load leaves to compute."""
         self._readers: dict[bytes, str] = {}
         self._reading: set[str] = set()
@@ -379,9 +380,8 @@ def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
         )
     if digest_of(request, num_tokens) != handoff.prompt_digest:
         raise ProtocolError(
-            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those "
-            "that the KV is of: the router must send the ticket with the prompt, or the "
-            "conversation, that it was made for"
+            f"the ticket has another prompt, LoRA or images for the first {num_tokens} tokens: the "
+            "router must send it with the prompt, or the conversation, that it was made for"
         )
     here = adapter_of(request)
     if here and handoff.adapter and here != handoff.adapter:

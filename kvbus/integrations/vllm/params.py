@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from kvbus.engine import AgentRanks, prompt_digest
-from kvbus.errors import ConfigError, ProtocolError, reason_of
+from kvbus.errors import ConfigError, GeometryError, ProtocolError, reason_of
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Readers, Secret
@@ -98,6 +98,12 @@ def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> C
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(f"kv_connector_extra_config: {message}")
+
+
+def require(condition: bool, field: str, message: str) -> None:
+    """Refuse what kvbus does not hand off."""
+    if not condition:
+        raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)
 
 
 def _path(endpoint: str) -> Path:
@@ -211,21 +217,24 @@ def _images_in(request: "Request", num_tokens: int) -> list[str]:
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """In vLLM's order."""
+ADAPTER_SCALING = ("lora_alpha", "use_rslora", "use_dora")
+"""Fields that change results and not the weights; others may name folders."""
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 
 
 # A server may load new weights under the name of an adapter. Names do not tell the weights apart,
 # and the folders of two servers may differ.
 def adapter_of(request: "Request") -> str:
-    """Return a digest of the LoRA adapter's weights, or "" if they are not on this machine."""
+    """Return a digest of the LoRA adapter, or "" if its files are not on this machine."""
     if request.lora_request is None:
         return ""
     folder = Path(request.lora_request.lora_path).expanduser()
     try:
         for path in (folder / name for name in ADAPTER_FILES):
             if path.exists():
-                return _sampled(path, path.stat().st_size, path.stat().st_mtime_ns)
-    except OSError:
+                config = (folder / "adapter_config.json").read_bytes()
+                return _digest(path, config, path.stat().st_size, path.stat().st_mtime_ns)
+    except (OSError, ValueError):
         pass
     return ""
 
@@ -233,8 +242,10 @@ def adapter_of(request: "Request") -> str:
 # A file may have gigabytes, and the scheduler waits. Training changes weights everywhere, so some
 # samples tell two files apart.
 @lru_cache(maxsize=1024)
-def _sampled(path: Path, size_bytes: int, changed_ns: int) -> str:  # noqa: ARG001 - another file then
-    digest = blake2b(str(size_bytes).encode(), digest_size=16)
+def _digest(path: Path, config: bytes, size_bytes: int, changed_ns: int) -> str:  # noqa: ARG001 - another file then
+    fields = msgspec.json.decode(config, type=dict[str, Any])
+    scaling = [fields.get(name) for name in ADAPTER_SCALING]
+    digest = blake2b(msgspec.json.encode([size_bytes, scaling]), digest_size=16)
     with path.open("rb") as file:
         for sample in range(NUM_SAMPLES):
             file.seek(sample * size_bytes // NUM_SAMPLES)

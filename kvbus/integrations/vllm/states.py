@@ -14,8 +14,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvbus.errors import GeometryError
 from kvbus.geometry import GroupSpec, StatePart, state_group
+from kvbus.integrations.vllm.params import require
 
 Kind = MambaAttentionBackendEnum
 SERVED = (Kind.MAMBA1, Kind.MAMBA2, Kind.GDN_ATTN, Kind.SHORT_CONV)
@@ -35,20 +35,20 @@ class Channels(NamedTuple):
 def refuse_state(spec: MambaSpec, vllm_config: Any) -> None:
     """Raise `GeometryError`, also if the shapes do not divide into the parts of their kind."""
     kind = spec.mamba_type.name.lower()
-    _require(
+    require(
         spec.mamba_type in SERVED and not spec.tp_replicated,
         "groups",
         f"a state of kind {kind} is not served: Mamba 1 and 2, gated delta nets and short "
         "convolutions are",
     )
     num_tensors = 1 if spec.mamba_type is Kind.SHORT_CONV else 2
-    _require(
+    require(
         len(spec.shapes) == num_tensors,
         "mamba_backend",
         f"a state of kind {kind} has {len(spec.shapes)} tensors, kvbus hands off {num_tensors}: "
         "use another --mamba-backend",
     )
-    _require(
+    require(
         spec.num_speculative_blocks == 0,
         "speculative_config",
         "states with speculative decoding are not served: vLLM keeps one for each draft",
@@ -101,7 +101,7 @@ def _views(
                 yield f"{label}.{row}", total, view
         start = end
     width = conv.shape[1 if by_channel else 2]
-    _require(start == width, "shapes", f"a convolution has {width} channels, its parts {start}")
+    require(start == width, "shapes", f"a convolution has {width} channels, its parts {start}")
     for state in recurrent:
         yield f"recurrent.{_dtype(state)}", state.shape[1] * tp_size, state.flatten(2)
 
@@ -127,14 +127,9 @@ def _channels(spec: MambaSpec, vllm_config: Any) -> tuple[Channels, ...]:
 def _num_groups(vllm_config: Any) -> int:
     config = vllm_config.model_config.hf_text_config
     found = [getattr(config, name) for name in NUM_GROUPS if hasattr(config, name)]
-    _require(bool(found), "n_groups", "the model's configuration names no groups of Mamba 2")
+    require(bool(found), "n_groups", "the model's configuration names no groups of Mamba 2")
     return int(found[0])
 
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _require(condition: bool, field: str, message: str) -> None:
-    if not condition:
-        raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvbus.engine import RankMemory, describe_tensors
 from kvbus.errors import GeometryError
 from kvbus.geometry import GroupSpec, KvPart
-from kvbus.integrations.vllm.describe import caches_of, layer_number, require
+from kvbus.integrations.vllm.describe import caches_of, layer_number
 from kvbus.integrations.vllm.params import Description
 from kvbus.integrations.vllm.states import state_views
 
@@ -26,21 +26,6 @@ MAX_SCRATCH_BYTES = 1 << 30
 Rows = Mapping[str, torch.Tensor]
 Layout = tuple[int, list[int]]
 """Offset of a part's first element, and the stride of each axis, in elements."""
-
-
-def kernel_blocks_of(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
-    """Return into how many blocks attention kernels split each block, by layer."""
-    num_blocks, found = kv_cache_config.num_blocks, {}
-    for name, cache in kv_caches.items():
-        if isinstance(cache, torch.Tensor):
-            found[name], rest = divmod(cache.shape[0], num_blocks)
-            require(
-                rest == 0 and found[name] > 0,
-                "block_size",
-                f"the cache of layer '{name}' has {cache.shape[0]} blocks where the scheduler has "
-                f"{num_blocks}",
-            )
-    return found
 
 
 def share_rank(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvbus.errors import ConfigError, ProtocolError
 from kvbus.geometry import BlockTable
 from kvbus.integrations.vllm.params import (
     HandoffParams,
+    adapter_of,
     ranks_elsewhere,
     read_offer_params,
     read_options,
@@ -133,3 +135,26 @@ def test_ranks_of_agent_other_than_first_one_are_elsewhere(
         for agent, ranks in elsewhere.items()
     ]
     assert ranks_elsewhere(workers) == wanted
+
+
+def test_adapters_differ_by_weights_and_scaling_alone(tmp_path: Path) -> None:
+    def digest(name: str, weights: bytes, **config: Any) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        request: Any = SimpleNamespace(lora_request=SimpleNamespace(lora_path=str(folder)))
+        return adapter_of(request)
+
+    weights = bytes(range(256)) * 4096
+    one = digest("one", weights, lora_alpha=8, base_model_name_or_path="/here")
+
+    assert one == digest("two", weights, lora_alpha=8, base_model_name_or_path="/there")
+    others = [
+        digest("scaled", weights, lora_alpha=16),
+        digest("trained", weights[::-1], lora_alpha=8),
+        digest("longer", weights + b"0", lora_alpha=8),
+    ]
+    assert len({one, *others}) == 4
+    elsewhere: Any = SimpleNamespace(lora_request=SimpleNamespace(lora_path="a/hub/name"))
+    assert adapter_of(elsewhere) == ""

@@ -104,13 +104,16 @@ def test_refused_layer_of_one_stage_is_refused_in_all(tmp_path: Path) -> None:
         joined(found)
 
 
+def split(*specs: Any) -> dict[str, torch.Tensor]:
+    """Caches of layers whose kernels split each of 16 blocks into two."""
+    return {name: torch.empty(32, device="meta") for name in layers(*specs)}
+
+
 def test_kernel_blocks_are_the_blocks_of_a_group(tmp_path: Path) -> None:
-    case, names = configure(tmp_path, layers(full(), full())), list(layers(full(), full()))
+    case, tensors = configure(tmp_path, layers(full(), full())), split(full(), full())
     config, (caches,) = case.vllm_config, case.workers
 
-    described = describe_engine(
-        config, caches, engine_id="e", num_kernel_blocks=dict.fromkeys(names, 2)
-    )
+    described = describe_engine(config, caches, engine_id="e", kv_caches=tensors)
 
     (group,) = described.engine.groups
     assert (group.block_size, described.sources) == (16, (GroupSource(0, 2),))
@@ -122,18 +125,16 @@ def test_kernel_blocks_are_the_blocks_of_a_group(tmp_path: Path) -> None:
 
 def test_split_blocks_beside_states_are_refused(tmp_path: Path) -> None:
     case = configure(tmp_path, layers(full(), replace(GDN, **FITS)))
-    names = dict.fromkeys(layers(full()), 2)
+    tensors = split(full())
 
     with pytest.raises(GeometryError, match="splits blocks"):
-        describe_engine(case.vllm_config, case.scheduler, engine_id="e", num_kernel_blocks=names)
+        describe_engine(case.vllm_config, case.scheduler, engine_id="e", kv_caches=tensors)
 
 
 def test_window_that_begins_behind_a_kernel_block_is_partial(tmp_path: Path) -> None:
     case = configure(tmp_path, layers(window(18), window(18)))
-    names = dict.fromkeys(layers(full(), full()), 2)
-    described = describe_engine(
-        case.vllm_config, case.workers[0], engine_id="e", num_kernel_blocks=names
-    )
+    tensors = split(full(), full())
+    described = describe_engine(case.vllm_config, case.workers[0], engine_id="e", kv_caches=tensors)
 
     tables = tables_of(described, [[5, 3]], 0, 33)
 

@@ -29,7 +29,7 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.describe import describe_engine
 from kvbus.integrations.vllm.params import Description
-from kvbus.integrations.vllm.worker import kernel_blocks_of, share_rank
+from kvbus.integrations.vllm.worker import share_rank
 from kvbus.memory.mapping import SegmentMapping
 from tests.e2e.vllm.configured import Configured, configure, full, layers, window
 
@@ -60,7 +60,7 @@ class Worker:
             self.case.vllm_config,
             caches,
             engine_id="e",
-            num_kernel_blocks=kernel_blocks_of(caches, self.caches),
+            kv_caches=self.caches,
         )
 
     @property
