@@ -65,6 +65,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
             return f" = {value:g}"
         case str(value) if value:
             return f" = {value}"
+        case tuple(value) if value:
+            return f" = {list(value)}"
     return ""
 
 

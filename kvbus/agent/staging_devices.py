@@ -44,6 +44,10 @@ class DeviceSlots:
         return self._opened.nixl_device
 
     @property
+    def is_open(self) -> bool:
+        return isinstance(self.defined.result, wire.SlotsOpened)
+
+    @property
     def _opened(self) -> wire.SlotsOpened:
         opened = self.defined.result
         if not isinstance(opened, wire.SlotsOpened):
@@ -106,6 +110,10 @@ class StagingDevices:
 
     def of(self, devices: set[str]) -> list[DeviceSlots]:
         return [slots for device, slots in self._slots.items() if device in devices]
+
+    def kinds_of(self, devices: set[str]) -> tuple[wire.MemoryKind, ...]:
+        """Return the kinds of memory of the open slots."""
+        return tuple(sorted({slots.memory_kind for slots in self.of(devices) if slots.is_open}))
 
     async def check(self) -> None:
         """Kill a restarted data process that cannot create the slots; another one will start."""

@@ -4,7 +4,8 @@ Two processes measure both, so that a crash ends only its own process.
 
 doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
 
-    python -m kvbus.doctor.data_plane nixl|cuda target|reader
+    python -m kvbus.doctor.data_plane BACKENDS nixl target|reader
+    python -m kvbus.doctor.data_plane cuda target|reader
 """
 
 import os
@@ -12,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from typing import Any, Generic, TypeVar
 import anyio
 import msgspec
 
+from kvbus.data.messages import UCX_ONLY, Backends
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.host import installed, rdma_devices, text_of
 from kvbus.errors import KVBusError, LocalError, leaves
-from kvbus.lab.process import engine_process, run_program, serve
+from kvbus.lab.process import EngineChild, engine_process, run_program, serve
 from kvbus.output import waiting_for
 from kvbus.text import rate_text
 
@@ -102,7 +104,7 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
         tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
         env = {**_LOGGED, "UCX_TLS": tls} if tls else _LOGGED
         with waiting_for(f"a NIXL READ, {way}"):
-            ended = _run_pair("nixl", float, limit_s, env)
+            ended = measure_read(limit_s, env, UCX_ONLY)
         version = _UCX_VERSION.search(ended.log)
         yield read_finding(
             ReadSpeed(
@@ -178,7 +180,7 @@ def check_cuda(limit_s: float) -> Iterator[Finding]:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
         return
     with waiting_for("two processes to share memory of a GPU"):
-        ended = _run_pair("cuda", GpuMemory, limit_s, {})
+        ended = _run_pair(["cuda"], GpuMemory, limit_s, {})
     yield ipc_finding(ended.answer, ended.failure, num_devices=num_devices)
 
 
@@ -204,12 +206,18 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
     )
 
 
-def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> PairResult[T]:
+def measure_read(limit_s: float, env: Mapping[str, str], backends: Backends) -> PairResult[float]:
+    return _run_pair([msgspec.json.encode(backends).decode(), "nixl"], float, limit_s, env)
+
+
+def _run_pair(
+    probe: list[str], answer: type[T], limit_s: float, env: Mapping[str, str]
+) -> PairResult[T]:
     answers, failure = list[T](), ""
     with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
         log = Path(folder) / "log"
         try:
-            answers.append(anyio.run(_read, kind, answer, limit_s, env, log))
+            answers.append(anyio.run(_read, probe, answer, limit_s, env, log))
         except* KVBusError as errors:
             failure = _why(leaves(errors)[0], log.read_text(errors="replace"))
         except* TimeoutError:
@@ -218,13 +226,15 @@ def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]
     return PairResult(text, failure=failure) if failure else PairResult(text, answers[0])
 
 
-async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str], log: Path) -> T:
-    start = partial(engine_process, log=log, env=env)
+async def _read(
+    probe: list[str], answer: type[T], limit_s: float, env: Mapping[str, str], log: Path
+) -> T:
+    def start(role: str) -> AbstractAsyncContextManager[EngineChild]:
+        arguments = "kvbus.doctor.data_plane", *probe, role
+        return engine_process(f"{probe[-1]} {role}", *arguments, log=log, env=env)
+
     with anyio.fail_after(limit_s):
-        async with (
-            start(f"{kind} target", "kvbus.doctor.data_plane", kind, "target") as target,
-            start(f"{kind} reader", "kvbus.doctor.data_plane", kind, "reader") as reader,
-        ):
+        async with start("target") as target, start("reader") as reader:
             lent = await target.request(dict[str, Any], "lend")
             return await reader.request(answer, "measure", **lent)
 
@@ -271,15 +281,15 @@ def _logged() -> Iterator[None]:
         raise LocalError(" ".join(str(error).split())) from error
 
 
-def _be(kind: str) -> object:
+def _be(options: list[str]) -> object:
     """Import modules that may crash in the probe process only."""
-    if kind == "cuda":
+    if options == ["cuda"]:
         return CudaMemory()
     from kvbus.lab.bare_pair import BareAgent  # noqa: PLC0415
 
-    return BareAgent()
+    return BareAgent(backends=msgspec.json.decode(options[0], type=Backends))
 
 
 if __name__ == "__main__":
-    run_program(partial(serve, _be(sys.argv[1])))
+    run_program(partial(serve, _be(sys.argv[1:-1])))
     os._exit(0)  # remaining NIXL threads may hang in its destructors

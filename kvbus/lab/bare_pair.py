@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from kvbus.data import nixl_agent
-from kvbus.data.messages import MemoryKind
+from kvbus.data.messages import UCX_ONLY, Backends, MemoryKind
 from kvbus.data.metadata import read_metadata
 from kvbus.data.nixl import Registration
 from kvbus.data.scheduler import PostLimits
@@ -41,9 +41,13 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 class BareAgent:
     def __init__(
-        self, size_bytes: int = NUM_PLACES * LONG_BYTES, rows: Mapping[str, Rows] | None = None
+        self,
+        size_bytes: int = NUM_PLACES * LONG_BYTES,
+        rows: Mapping[str, Rows] | None = None,
+        backends: Backends = UCX_ONLY,
     ) -> None:
-        new_agent = nixl_agent.load()
+        new_agent = nixl_agent.load(backends)
+        self._backend = next(iter(backends))
         self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
         self._words[:] = 0  # touches all pages
         self._address = self._words.ctypes.data
@@ -58,7 +62,8 @@ class BareAgent:
         self._words[:] = np.arange(len(self._words))
         self.drive()
         threading.Thread(target=self._progress, daemon=True).start()
-        return MemoryLocation(self._address, self._agent.metadata([self._registration]))
+        metadata = self._agent.metadata([self._registration], self._backend)
+        return MemoryLocation(self._address, metadata)
 
     def drive(self) -> None:
         self._drives.set()

@@ -1,7 +1,7 @@
 """Prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -215,9 +215,11 @@ class PrefillService(Service):
         check_compatible(memory.engine, handshake.reader)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
         maps = not socket.closed and "" != handshake.machine == socket.machine
+        backend, slot_memory = wire.UCX, tuple[wire.MemoryKind, ...]()
         if not maps:
-            metadata = await self._metadata(engine)
-            memory = engine.memory()
+            backend = _shared_backend(handshake, agent.data.backends, agent.identity.agent_id)
+            metadata = await self._metadata(engine, backend)
+            memory, slot_memory = engine.memory(), agent.staging.kinds_of(engine.devices)
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -239,10 +241,12 @@ class PrefillService(Service):
                 remote_ranks=engine.remote_ranks,
                 memory_socket=socket,
                 grant=self.lender.grant_for(call.session.key),
+                nixl_backend=backend,
+                slot_memory=slot_memory,
             )
         )
 
-    async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    async def _metadata(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         """Return NIXL metadata of the data process that runs when this returns."""
         data = self._agent.data
         while True:
@@ -254,7 +258,7 @@ class PrefillService(Service):
             boot = data.boot
             try:
                 await self._agent.data_plane.open()
-                blobs = await self._blobs(engine)
+                blobs = await self._blobs(engine, backend)
             except TransferFailed:
                 if data.boot == boot:
                     raise
@@ -262,7 +266,7 @@ class PrefillService(Service):
                 if data.boot == boot:
                     return blobs
 
-    async def _blobs(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    async def _blobs(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         agent = self._agent
         direct = [rank for rank in engine.ranks.values() if rank.direct]
         slots = agent.staging.of(engine.devices)
@@ -271,6 +275,7 @@ class PrefillService(Service):
         wanted = wire.Metadata(
             memories=tuple(rank.number for rank in direct),
             devices=tuple(one.device for one in slots),
+            backend=backend,
         )
         reply = await agent.data.call(wanted)
         await agent.data_plane.end_if_exposed()
@@ -406,6 +411,22 @@ class PrefillService(Service):
             "progress_tokens": self._agent.data.num_progress,
             "memory_readers": self.lender.num_readers,
         }
+
+
+def _shared_backend(handshake: Handshake, ours: Sequence[str], agent_id: str) -> str:
+    """Return the first backend of the reader that is among ``ours``."""
+    shared = [name for name in handshake.nixl_backends if name in ours]
+    if not shared:
+        wanted, here = ", ".join(handshake.nixl_backends), ", ".join(ours)
+        raise LocalError(
+            f"no common NIXL backend: the decode agent '{handshake.agent_id}' has {wanted}, the "
+            f"prefill agent '{agent_id}' has {here}; give both one in nixl_backends",
+            code=ErrorCode.INCOMPATIBLE,
+            field="nixl_backends",
+            prefill=here,
+            decode=wanted,
+        )
+    return shared[0]
 
 
 def _not_ready() -> LocalError:
