@@ -76,8 +76,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Backends of NIXL, the preferred one first, such as ["LIBFABRIC", "UCX"]. A decode agent reads
     with the first of its list that the prefill agent has, too; kvbus doctor lists those of NIXL."""
     nixl_backend_params: dict[str, dict[str, str | int | bool]] = {}
-    """Parameters by backend, such as [nixl_backend_params.LIBFABRIC] with num_threads = 4. In the
-    environment and with --set: LIBFABRIC.num_threads=4, separated by commas."""
+    """Parameters by backend, such as num_threads in the table [nixl_backend_params.LIBFABRIC]. In
+    the environment and with --set: LIBFABRIC.num_threads=4, separated by commas."""
     ticket_keys: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
     """Files with the site's keys that sign tickets, one key in each, mode 0600. The first one
     signs; all of them verify. Empty: tickets are not signed, and all tickets are accepted."""
