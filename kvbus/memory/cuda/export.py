@@ -25,7 +25,10 @@ Exported = tuple[GpuSource, list[int]]
 
 
 class GpuMemory:
-    """GPU memory of this process, at ``address``. Raises `SegmentError` if it cannot be shared."""
+    """An engine's own GPU memory at ``address``. Raises `SegmentError` if it cannot be shared.
+
+    The engine must not free it while an agent has it.
+    """
 
     def __init__(self, ordinal: int, address: int, size_bytes: int) -> None:
         check_ordinal(ordinal)
@@ -33,6 +36,9 @@ class GpuMemory:
         self.device = gpu_uuid(ordinal)
         with self.exported():
             pass
+
+    def close(self) -> None:
+        """Do nothing: the engine frees it."""
 
     @contextmanager
     def exported(self) -> Iterator[Exported]:
