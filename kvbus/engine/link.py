@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import anyio
-import torch
 
 from kvbus.engine.connection import Connection, ReconnectingConnection
 from kvbus.engine.fetches import Fetches
@@ -20,8 +19,9 @@ from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion, EndedQueue, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_message
 from kvbus.engine.offers import OfferRequest, Offers
-from kvbus.engine.rank_memory import RankMemory
+from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
+from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
     GeometryError,
@@ -30,7 +30,8 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import EngineSpec
-from kvbus.memory.cuda import CudaEvent, CudaStorage
+from kvbus.memory.attach import MAX_FDS
+from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
@@ -296,18 +297,6 @@ class Link:
         """
         return self._over.take()
 
-    def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Make the agent's copies wait for the work so far on ``stream``, by default the current.
-
-        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Raises
-        `LocalError` if the link has registered no CUDA memory.
-        """
-        events = [rank.event for rank in self._ranks if rank.event is not None]
-        if not events:
-            raise LocalError("record() is for the link of a rank with CUDA memory")
-        for event in events:
-            event.record(stream)
-
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger
     ) -> list[ReconnectingConnection]:
@@ -327,7 +316,7 @@ class Link:
     def _new_cells(self) -> SharedSegment | None:
         """All ranks must be here: this process closes a cell before it writes to the blocks."""
         storages = [one for memory in self._memory for one in memory.storages.values()]
-        on_host = not any(isinstance(one, CudaStorage) for one in storages)
+        on_host = all(gpu_memory_of(one) is None for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
         return (
             SharedSegment(CELLS_BYTES) if is_whole and on_host and swap_word is not None else None
@@ -419,15 +408,15 @@ class AttachedRank:
         self.number = memory.rank.rank
         self._engine, self._memory, self._rank_secret = engine, memory, rank_secret
         self._instance = uuid.uuid4().hex
-        self.event: CudaEvent | None = None
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
 
     async def register(self, connection: Connection) -> None:
         for segment_id, storage in self._memory.storages.items():
-            if isinstance(storage, CudaStorage):
-                await self._pass_cuda(connection, segment_id, storage)
-            else:
+            memory = gpu_memory_of(storage)
+            if memory is not None:
+                await _pass_cuda(connection, segment_id, memory)
+            elif isinstance(storage, SharedStorage | SharedSegment):
                 await connection.pass_memory(
                     PassSegment(
                         segment_id=segment_id,
@@ -447,17 +436,24 @@ class AttachedRank:
         )
         await connection.request(register)
 
-    async def _pass_cuda(
-        self, connection: Connection, segment_id: str, storage: CudaStorage
-    ) -> None:
-        if self.event is None:
-            self.event = CudaEvent(storage.ordinal)
-        message = PassCuda(
-            segment_id=segment_id,
-            device=storage.device,
-            handle=storage.handle,
-            offset_bytes=storage.offset_bytes,
-            size_bytes=storage.size_bytes,
-            event=self.event.handle,
-        )
-        await connection.pass_memory(message)
+
+def gpu_memory_of(storage: Storage) -> GpuMemory | None:
+    if isinstance(storage, CudaStorage | GpuAllocation):
+        return storage.memory
+    return storage if isinstance(storage, GpuMemory) else None
+
+
+async def _pass_cuda(connection: Connection, segment_id: str, memory: GpuMemory) -> None:
+    """Export the memory that is mapped now: a sleep mode may have replaced it."""
+    with memory.exported() as (source, fds):
+        for first in range(0, max(1, len(fds)), MAX_FDS):
+            some = slice(first, first + MAX_FDS)
+            message = PassCuda(
+                segment_id=segment_id,
+                device=source.device,
+                handle=source.handle,
+                offset_bytes=source.offset_bytes,
+                size_bytes=memory.size_bytes,
+                parts=source.parts[some],
+            )
+            await connection.pass_memory(message, *fds[some])
