@@ -96,7 +96,7 @@ class LocalMemory:
             copy()
             return
         try:
-            self.stream.run(copy, gone=lambda: bool(self.gone))
+            self.stream.run(copy)
         except RuntimeError as error:
             if not cuda().is_context_lost():
                 raise
@@ -175,9 +175,8 @@ def _memory_of(
         return LocalMemory(added.engine, added.rank, mappings, added.direct, on_cuda_lost)
     if len(parts) < len(mappings) or len({part.device for part in parts}) > 1:
         raise LocalError("a rank has all of its memory on one device")
-    events = dict.fromkeys(part.event for part in parts if part.event is not None)
     device = parts[0].device
-    stream = cuda().CopyStream(cuda().gpu_ordinal(device), tuple(events))
+    stream = cuda().CopyStream(cuda().gpu_ordinal(device))
     return LocalMemory(added.engine, added.rank, mappings, False, on_cuda_lost, device, stream)
 
 

@@ -55,7 +55,6 @@ class CudaPart(msgspec.Struct, frozen=True, array_like=True):
     device: str
     handle: bytes
     offset_bytes: int
-    event: bytes | None
 
 
 class SegmentPart(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,7 @@
 """Host memory that an agent in this process takes for a GPU's: what is not CUDA itself is real.
 
-Only five things are replaced: the number of GPUs, opening a handle, the stream that copies run on,
-the choice of the memory for slots, and the engine's event. So its data process is a thread of the
-test's process.
+Only four things are replaced: the number of GPUs, opening a handle, the stream that copies run on,
+and the choice of the memory for slots. So its data process is a thread of the test's process.
 """
 
 import ctypes
@@ -53,7 +52,6 @@ class StandIn:
         self.memory: dict[bytes, torch.Tensor] = {}
         self.num_open = self.num_copies = 0
         self.slots: list[SharedSegment] = []
-        self.events: list[tuple[bytes, ...]] = []
         self.may_copy = threading.Event()
         self.may_copy.set()
 
@@ -65,12 +63,10 @@ class StandIn:
         self.num_open += 1
         return OpenedHandle(self, self.memory[handle][offset_bytes : offset_bytes + size_bytes])
 
-    def stream(self, _ordinal: int, events: tuple[bytes, ...]) -> "StandIn":
-        self.events.append(events)
+    def stream(self, _ordinal: int) -> "StandIn":
         return self
 
-    def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
-        assert not gone()
+    def run(self, copy: Callable[[], T]) -> T:
         self.num_copies += 1
         assert self.may_copy.wait(WITHIN_S)
         return copy()
@@ -135,7 +131,6 @@ async def engine_on(gpu: StandIn, attach: Any, *, seed: int) -> AsyncIterator[En
             handle=handle,
             offset_bytes=512,
             size_bytes=segment.size_bytes,
-            event=bytes(64),
         )
         await connection.pass_memory(passed)
         await connection.request(Register(engine=spec, rank=rank))

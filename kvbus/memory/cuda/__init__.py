@@ -9,8 +9,6 @@ from kvbus.memory.cuda.open import CudaMapping as CudaMapping
 from kvbus.memory.cuda.open import GpuMover as GpuMover
 from kvbus.memory.cuda.open import GpuSlots as GpuSlots
 from kvbus.memory.cuda.open import is_context_lost as is_context_lost
-from kvbus.memory.cuda.open import wait_for as wait_for
-from kvbus.memory.cuda.share import CudaEvent as CudaEvent
 from kvbus.memory.cuda.share import CudaStorage as CudaStorage
 from kvbus.memory.cuda.share import TorchStorage as TorchStorage
 from kvbus.memory.cuda.share import allocate_cuda as allocate_cuda

@@ -3,16 +3,15 @@
 Zeros cannot replace this memory: all copies must end before `close`.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
+from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import check_cuda, gpu_ordinal
 from kvbus.memory.mapping import OwnedMemory
@@ -21,9 +20,6 @@ from kvbus.planning import Runs
 Offsets = npt.NDArray[np.int64]
 T = TypeVar("T")
 
-WAIT_S = 30.0
-"""Time limit for the engine's GPU work on KV that it reported as ready."""
-POLL_S = 50e-6
 WORDS = {
     16: torch.complex128,  # 16 bytes, whose bits stay as they are
     8: torch.int64,
@@ -144,25 +140,17 @@ class GpuSlots:
         self._tensor = None
 
 
-# No stream here waits for another process: if that process died, the stream would wait forever.
-# Instead, the thread that copies waits for the engine's events while the engine lives.
 class CopyStream:
     """One copy runs at a time; thread-safe. Raises `SegmentError`."""
 
-    def __init__(self, ordinal: int, events: Iterable[bytes]) -> None:
-        device = torch.device("cuda", ordinal)
+    def __init__(self, ordinal: int) -> None:
         try:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-            self._events = [torch.cuda.Event.from_ipc_handle(device, one) for one in events]  # type: ignore[no-untyped-call]  # torch's
+            self._stream = torch.cuda.Stream(torch.device("cuda", ordinal))  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
-            raise SegmentError(f"the engine's CUDA event cannot be opened: {error}") from error
+            raise SegmentError(f"GPU {ordinal} cannot be used: {error}") from error
 
-    def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
-        """Wait for the engine's events, run ``copy``, and block until its bytes are there.
-
-        Raises `LocalError` (``engine_lost``, ``timeout``).
-        """
-        wait_for(self._events, gone=gone)
+    def run(self, copy: Callable[[], T]) -> T:
+        """Run ``copy``, and block until its bytes are there."""
         with torch.cuda.stream(self._stream):
             try:
                 return copy()
@@ -177,21 +165,6 @@ def is_context_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    for event in events:
-        while not event.query():
-            if gone():
-                raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
-            if time.monotonic() > deadline:
-                raise LocalError(
-                    f"the engine's GPU work did not finish within {timeout_s:g} s after it was "
-                    "announced as ready",
-                    code=ErrorCode.TIMEOUT,
-                )
-            time.sleep(POLL_S)
 
 
 class GpuMover:

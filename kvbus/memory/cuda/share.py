@@ -51,18 +51,6 @@ class CudaStorage(TorchStorage):
         """Do not warn: torch frees the memory."""
 
 
-class CudaEvent:
-    def __init__(self, ordinal: int) -> None:
-        self._ordinal = ordinal
-        with torch.cuda.device(ordinal):
-            self._event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]  # torch's
-            self.handle: bytes = self._event.ipc_handle()  # type: ignore[no-untyped-call]  # torch's
-
-    def record(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Mark the work queued so far on ``stream``, by default the GPU's current stream."""
-        self._event.record(stream or torch.cuda.current_stream(self._ordinal))
-
-
 def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
     ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
     if storage.nbytes() == 0:

@@ -135,7 +135,7 @@ def test_gpu_fault_ends_data_process(monkeypatch: pytest.MonkeyPatch, memory: Ma
     package = SimpleNamespace(gpu_ordinal=lambda _: 0, is_context_lost=lambda: True, **names)
     monkeypatch.setattr("kvbus.data.memories.cuda", lambda: package)
     flat, data = memory(4, 4096), DataInThread()
-    part = wire.CudaPart("GPU-0", bytes(64), 0, None)
+    part = wire.CudaPart("GPU-0", bytes(64), 0)
     segments = (wire.SegmentPart("kv", flat.segment.size_bytes, cuda=part),)
     table, turn = BlockTable.of([0]), wire.Turn("turn")
 

@@ -11,7 +11,7 @@ import torch
 from kvbus.bus import new_boot_id
 from kvbus.data.messages import HOST
 from kvbus.engine import Connection, RankMemory
-from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
+from kvbus.errors import ErrorCode, RequestRefused, SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.segment import SharedSegment
@@ -30,7 +30,7 @@ needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: see tests/process/gpu"
 )
 PASSED: dict[str, Any] = {"segment_id": "kv", "device": GPU, "handle": bytes(64)}
-PASSED |= {"offset_bytes": 0, "size_bytes": 4096, "event": bytes(64)}
+PASSED |= {"offset_bytes": 0, "size_bytes": 4096}
 
 
 @asynccontextmanager
@@ -83,8 +83,6 @@ async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: Prefill
         for device, words in (("cuda:0", "CUDA"), ("meta", "no agent can open memory of meta")):
             with pytest.raises(SegmentError, match=words):
                 RankMemory.allocate(source.spec, 0, NHD, num_blocks=4, device=device)
-        with pytest.raises(LocalError, match="CUDA memory"):
-            source.control.record()
 
 
 async def test_tile_is_gathered_into_slot_of_engines_gpu(gpu: StandIn, agent: PrefillAgent) -> None:
@@ -100,7 +98,7 @@ async def test_tile_is_gathered_into_slot_of_engines_gpu(gpu: StandIn, agent: Pr
         in_use = agent.counts["slots"]
         assert torch.equal(case.slot(packed), case.wanted())
         assert torch.equal(here.slot(other), here.wanted())
-        assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
+        assert gpu.num_copies == 1
         assert done.memory.addresses == ({},)
         assert case.local.devices == agent.local(neighbour).devices == {GPU}
         staging, engines = agent.runtime.agent.staging, agent.runtime.agent.engines
