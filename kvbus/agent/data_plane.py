@@ -34,6 +34,8 @@ log = structlog.get_logger()
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 CHECK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
+BLOCKED_AFTER_S = 20.0
+"""The same with other backends than UCX: LIBFABRIC waits for ever for a peer that has ended."""
 MAX_OPENS = 3
 """Data processes that may end before the start fails."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -89,13 +91,14 @@ class DataPlane:
                 return
 
     async def watch(self) -> None:
+        limit_s = HUNG_AFTER_S if self.data.backends == (wire.UCX,) else BLOCKED_AFTER_S
         while True:
             await anyio.sleep(CHECK_AGAIN_S)
             _report_descriptors()
-            with anyio.move_on_after(HUNG_AFTER_S) as within:
+            with anyio.move_on_after(limit_s) as within:
                 await self._try_to_check()
             if within.cancelled_caught:
-                self.data.kill(f"it had not answered for {HUNG_AFTER_S:.0f} s")
+                self.data.kill(f"it had not answered for {limit_s:.0f} s")
 
     @property
     def _what(self) -> str:

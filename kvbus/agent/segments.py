@@ -26,16 +26,19 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, do_all
+from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
+from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, SequencePage, do_all
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
-from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentKind, SegmentPassed
 from kvbus.protocol.commit_cell import CELLS_BYTES
+from kvbus.protocol.engine import SEQUENCE_BYTES
 from kvbus.protocol.message import Empty
 
 MAX_PROCESS_SEGMENTS = 4096
+PAGES = {"cells": CELLS_BYTES, "sequence": SEQUENCE_BYTES}
 
-Passed = PassedFile | PassCuda
+Passed = PassedFile | PassedGpuMemory
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -47,6 +50,7 @@ class RegisteredRank:
     device: str
     direct: bool
     cells: CellsPage | None
+    sequence: SequencePage | None
     segments: Segments
     num_blocks: dict[str, int] = field(init=False)
 
@@ -80,6 +84,7 @@ class Segments:
         self.passed: dict[str, Passed] = {}
         self.direct = True
         self.cells: CellsPage | None = None
+        self.sequence: SequencePage | None = None
         self._data, self._staging, self._bus_errors = data, staging, bus_errors
         self._on_cut, self._loop = on_cut, asyncio.get_running_loop()
         self._device: str | None = None
@@ -91,34 +96,55 @@ class Segments:
         """Check the descriptor, in a thread: reserving its pages can take long."""
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
-        if segment.cells and segment.size_bytes != CELLS_BYTES:
+        page_bytes = PAGES.get(segment.kind, segment.size_bytes)
+        if segment.size_bytes != page_bytes:
             raise SegmentError(
-                f"a page of cells has {CELLS_BYTES} bytes, not {segment.size_bytes}",
+                f"a page of {segment.kind} has {page_bytes} bytes, not {segment.size_bytes}",
                 size_bytes=segment.size_bytes,
             )
-        direct = segment.direct and not self._staging.only
+        is_page = segment.kind in PAGES
+        direct = is_page or (segment.direct and not self._staging.only)
         if not direct:
             self._staging.check_packs()
-        self._check_new(segment.segment_id, HOST)
+        device = None if is_page else HOST
+        self._check_new(segment.segment_id, device)
         passed = await in_thread(partial(PassedFile, fds.pop(), size_bytes=segment.size_bytes))
         try:
-            self._check_new(segment.segment_id, HOST)  # another one may have arrived meanwhile
-            if segment.cells and passed.sealed and swap_word is not None:
-                self.cells = CellsPage(passed)
+            self._check_new(segment.segment_id, device)  # another may have come meanwhile
+            if is_page:
+                self._map_page(segment.kind, passed)
         except (KVBusError, OSError):
             await in_thread(passed.close)
             raise
-        self._device = HOST
+        self._device = device or self._device
         self.passed[segment.segment_id] = passed
         self.direct &= direct
         return SegmentPassed(sealed=passed.sealed)
 
-    async def take_cuda(self, segment: PassCuda) -> Empty:
+    def _map_page(self, kind: SegmentKind, passed: PassedFile) -> None:
+        if kind == "sequence":
+            if not passed.sealed:
+                raise SegmentError("a page of sequence words must be sealed against shrinking")
+            self.sequence = SequencePage(passed)
+        elif passed.sealed and swap_word is not None:
+            self.cells = CellsPage(passed)
+
+    async def take_cuda(self, segment: PassCuda, fds: list[int]) -> Empty:
+        if len(fds) != len(segment.parts):
+            raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
+        source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
+        known = self.passed.get(segment.segment_id)
+        if isinstance(known, PassedGpuMemory) and segment.parts:
+            self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))
+            known.add(source, segment.size_bytes, fds)
+            fds.clear()  # they are the segment's
+            return Empty()
         self._check_new(segment.segment_id, segment.device)
         await self._staging.make(segment.device)
         self._check_new(segment.segment_id, segment.device)  # another may have come meanwhile
         self._device, self.direct = segment.device, False
-        self.passed[segment.segment_id] = segment
+        self.passed[segment.segment_id] = PassedGpuMemory(source, segment.size_bytes, fds)
+        fds.clear()
         return Empty()
 
     async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
@@ -127,7 +153,6 @@ class Segments:
         self._check_passed(rank)
         number = self._data.new_number()
         names = [segment.segment_id for segment in rank.segments]
-        files = [one for one in map(self.passed.get, names) if isinstance(one, PassedFile)]
         add = wire.AddMemory(
             memory=number,
             engine=engine,
@@ -135,7 +160,7 @@ class Segments:
             segments=tuple(_part(name, self.passed[name]) for name in names),
             direct=self.direct,
         )
-        remove, fds = wire.RemoveMemory(memory=number), [one.fd for one in files]
+        remove, fds = wire.RemoveMemory(memory=number), self.fds_of(names)
         defined = Defined(add, remove, fds=fds)
         memory = RegisteredRank(
             engine=engine,
@@ -145,11 +170,18 @@ class Segments:
             device=self._device or HOST,
             direct=self.direct,
             cells=self.cells,
+            sequence=self.sequence,
             segments=self,
         )
         self._memories.append(memory)
         await self._data.define(defined)
         return memory
+
+    def fds_of(self, names: Iterable[str]) -> list[int]:
+        fds: list[int] = []
+        for passed in (self.passed[name] for name in names):
+            fds += [passed.fd] if isinstance(passed, PassedFile) else passed.fds
+        return fds
 
     async def check(self) -> None:
         """Raise the error of a restarted data process that cannot map the memory."""
@@ -205,10 +237,9 @@ class Segments:
                 await self._data.discard(memory.defined)
             except KVBusError as error:
                 failures.append(error)
-        files = [one for one in self.passed.values() if isinstance(one, PassedFile)]
-        cells = [self.cells] if self.cells is not None else []
+        pages = [one for one in (self.cells, self.sequence) if one is not None]
         watched = [mapping.address for mapping in self._mapped.values()]
-        ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *cells, *files]
+        ones: list[MappedFile | Passed] = [*self._mapped.values(), *pages, *self.passed.values()]
         try:  # a plan may contain the addresses, so they live as long as this object
             await in_thread(do_all, [one.close for one in ones])
         finally:
@@ -221,29 +252,33 @@ class Segments:
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)
 
-    def _check_new(self, segment_id: str, device: str) -> None:
+    def _check_new(self, segment_id: str, device: str | None) -> None:
         if self._is_discarded:
             raise _ended()
-        if len(self.passed) >= MAX_PROCESS_SEGMENTS:
-            raise SegmentError(
-                f"this process has passed {MAX_PROCESS_SEGMENTS} segments, which is the limit: "
-                "pass fewer and larger ones",
-                code=ErrorCode.BUSY,
-                limit=MAX_PROCESS_SEGMENTS,
-            )
+        self._check_room(f"'{segment_id}'", len(self.passed) + 1)
         if segment_id in self.passed:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
-        if self._device not in (None, device):
+        if device is not None and self._device not in (None, device):
             raise LocalError(
                 f"segment '{segment_id}' is on {device}, those before it on {self._device}: a rank "
                 "has all of its memory on one device",
                 segment_id=segment_id,
             )
 
+    def _check_room(self, what: str, number: int) -> None:
+        if number > MAX_PROCESS_SEGMENTS:
+            raise SegmentError(
+                f"{what} exceeds the limit of {MAX_PROCESS_SEGMENTS} segments of a process, and of "
+                "parts of a segment: pass fewer and larger ones",
+                code=ErrorCode.BUSY,
+                limit=MAX_PROCESS_SEGMENTS,
+            )
+
     def _check_passed(self, rank: RankSpec) -> None:
         for segment in rank.segments:
             passed = self.passed.get(segment.segment_id)
-            if passed is None or passed.size_bytes < segment.size_bytes:
+            is_whole = isinstance(passed, PassedFile) or (passed is not None and passed.is_whole)
+            if passed is None or not is_whole or passed.size_bytes < segment.size_bytes:
                 raise LocalError(
                     f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
                     segment_id=segment.segment_id,
@@ -251,10 +286,8 @@ class Segments:
 
 
 def _part(name: str, passed: Passed) -> wire.SegmentPart:
-    if isinstance(passed, PassedFile):
-        return wire.SegmentPart(name, passed.size_bytes)
-    part = wire.CudaPart(passed.device, passed.handle, passed.offset_bytes, passed.event)
-    return wire.SegmentPart(name, passed.size_bytes, cuda=part)
+    source = None if isinstance(passed, PassedFile) else passed.source
+    return wire.SegmentPart(name, passed.size_bytes, cuda=source)
 
 
 def _ended() -> LocalError:

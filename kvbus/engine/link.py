@@ -20,8 +20,10 @@ from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion, EndedQueue, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_message
 from kvbus.engine.offers import OfferRequest, Offers
-from kvbus.engine.rank_memory import RankMemory
+from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
+from kvbus.engine.sequence import Recorder
+from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
     GeometryError,
@@ -30,14 +32,22 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import EngineSpec
-from kvbus.memory.cuda import CudaEvent, CudaStorage
+from kvbus.memory.attach import MAX_FDS
+from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
 from kvbus.protocol.commit_cell import CELLS_BYTES
-from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register, Republished
+from kvbus.protocol.engine import (
+    SEQUENCE_BYTES,
+    AgentRanks,
+    AgentRole,
+    AwaitReady,
+    Register,
+    Republished,
+)
 
-CELLS_ID = "kvbus-cells"
+CELLS_ID, SEQUENCE_ID = "kvbus-cells", "kvbus-sequence"
 
 
 class Link:
@@ -106,8 +116,11 @@ class Link:
         self._on_change: list[Callable[[], None]] = []
         self._is_open, self._closes_itself = threading.Event(), False
         self._first: Completion[None] = Completion()
-        self._ranks = [AttachedRank(engine, one, rank_secret) for one in self._memory]
-        self._owned: list[RankMemory | SharedSegment] = [*self._memory]
+        self._recorder = Recorder()
+        self._ranks = [
+            AttachedRank(engine, one, rank_secret, self._recorder) for one in self._memory
+        ]
+        self._owned: list[RankMemory | SharedSegment | Recorder] = [*self._memory, self._recorder]
         if cells is not None:
             self._ranks[0].cells = cells
             self._owned.append(cells)
@@ -296,17 +309,20 @@ class Link:
         """
         return self._over.take()
 
-    def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Make the agent's copies wait for the work so far on ``stream``, by default the current.
+    def record(
+        self, number: int | None = None, *, stream: "torch.cuda.Stream | int | None" = None
+    ) -> int:
+        """Return a number that is reached when the work so far on ``stream`` has ended.
 
-        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Raises
-        `LocalError` if the link has registered no CUDA memory.
+        Pass it as ``after`` to `offer`, `extend`, `seal` and `fetch`: the agent does not touch the
+        blocks before. ``stream`` is torch's current one by default, or a ``CUstream``. With host
+        memory, the number is reached at once.
+
+        A process without memory, such as a scheduler, may choose the ``number`` for the process
+        that calls this. Numbers of one stream are equal modulo 512 and ascend, as 512 * step does.
+        Raises `LocalError` for a link without memory, and `SegmentError` if CUDA fails.
         """
-        events = [rank.event for rank in self._ranks if rank.event is not None]
-        if not events:
-            raise LocalError("record() is for the link of a rank with CUDA memory")
-        for event in events:
-            event.record(stream)
+        return self._recorder.record(number, stream)
 
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger
@@ -327,7 +343,7 @@ class Link:
     def _new_cells(self) -> SharedSegment | None:
         """All ranks must be here: this process closes a cell before it writes to the blocks."""
         storages = [one for memory in self._memory for one in memory.storages.values()]
-        on_host = not any(isinstance(one, CudaStorage) for one in storages)
+        on_host = all(gpu_memory_of(one) is None for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
         return (
             SharedSegment(CELLS_BYTES) if is_whole and on_host and swap_word is not None else None
@@ -414,20 +430,24 @@ class Link:
 
 
 class AttachedRank:
-    def __init__(self, engine: EngineSpec, memory: RankMemory, rank_secret: str | None) -> None:
+    def __init__(
+        self, engine: EngineSpec, memory: RankMemory, rank_secret: str | None, recorder: Recorder
+    ) -> None:
         self.cells: SharedSegment | None = None
         self.number = memory.rank.rank
         self._engine, self._memory, self._rank_secret = engine, memory, rank_secret
         self._instance = uuid.uuid4().hex
-        self.event: CudaEvent | None = None
+        gpus = [one.ordinal for one in map(gpu_memory_of, memory.storages.values()) if one]
+        self._sequence = recorder.page(gpus[0] if gpus else None)
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
 
     async def register(self, connection: Connection) -> None:
         for segment_id, storage in self._memory.storages.items():
-            if isinstance(storage, CudaStorage):
-                await self._pass_cuda(connection, segment_id, storage)
-            else:
+            memory = gpu_memory_of(storage)
+            if memory is not None:
+                await _pass_cuda(connection, segment_id, memory)
+            elif isinstance(storage, SharedStorage | SharedSegment):
                 await connection.pass_memory(
                     PassSegment(
                         segment_id=segment_id,
@@ -437,8 +457,11 @@ class AttachedRank:
                     storage.fd,
                 )
         if self.cells is not None and connection.agent.role is AgentRole.PREFILL:
-            page = PassSegment(CELLS_ID, self.cells.size_bytes, cells=True)
+            page = PassSegment(CELLS_ID, self.cells.size_bytes, kind="cells")
             await connection.pass_memory(page, self.cells.fd)
+        self._sequence.open()
+        page = PassSegment(SEQUENCE_ID, SEQUENCE_BYTES, kind="sequence")
+        await connection.pass_memory(page, self._sequence.fd)
         register = Register(
             engine=self._engine,
             rank=self._memory.rank,
@@ -447,17 +470,24 @@ class AttachedRank:
         )
         await connection.request(register)
 
-    async def _pass_cuda(
-        self, connection: Connection, segment_id: str, storage: CudaStorage
-    ) -> None:
-        if self.event is None:
-            self.event = CudaEvent(storage.ordinal)
-        message = PassCuda(
-            segment_id=segment_id,
-            device=storage.device,
-            handle=storage.handle,
-            offset_bytes=storage.offset_bytes,
-            size_bytes=storage.size_bytes,
-            event=self.event.handle,
-        )
-        await connection.pass_memory(message)
+
+def gpu_memory_of(storage: Storage) -> GpuMemory | None:
+    if isinstance(storage, CudaStorage | GpuAllocation):
+        return storage.memory
+    return storage if isinstance(storage, GpuMemory) else None
+
+
+async def _pass_cuda(connection: Connection, segment_id: str, memory: GpuMemory) -> None:
+    """Export the memory that is mapped now: a sleep mode may have replaced it."""
+    with memory.exported() as (source, fds):
+        for first in range(0, max(1, len(fds)), MAX_FDS):
+            some = slice(first, first + MAX_FDS)
+            message = PassCuda(
+                segment_id=segment_id,
+                device=source.device,
+                handle=source.handle,
+                offset_bytes=source.offset_bytes,
+                size_bytes=memory.size_bytes,
+                parts=source.parts[some],
+            )
+            await connection.pass_memory(message, *fds[some])

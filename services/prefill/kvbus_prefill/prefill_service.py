@@ -57,6 +57,7 @@ log = structlog.get_logger()
 
 CELLS_CHECKED_EVERY_S = 1.0
 """Longest time that blocks stay pinned after a commit whose report was lost."""
+CONNECTS_WITHIN_S = 10.0
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -88,9 +89,9 @@ class PrefillService(Service):
 
     def engine_handlers(self) -> Handlers:
         return {
-            MakeOffer: self._open,
-            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
-            Republished: self._end_republishing,
+            MakeOffer: self._open_in_order,
+            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
+            Republished: self._republished_in_order,
         }
 
     def peer_handlers(self) -> Handlers:
@@ -112,6 +113,7 @@ class PrefillService(Service):
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
+        self.ordering.end_engine(engine)
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
         if not any(other.ready for other in self._agent.engines.engines.values()):
@@ -134,6 +136,7 @@ class PrefillService(Service):
         await anyio.sleep(self._config.late_read_s)
 
     def stop(self) -> None:
+        self.ordering.close()
         self._packing.stop()
         self._driver.dispatch(Stopped())
         self._driver.stop()
@@ -145,6 +148,7 @@ class PrefillService(Service):
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
+            "parked": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -184,6 +188,11 @@ class PrefillService(Service):
             raise _not_ready()
         self._forward(request, call)
 
+    def _republished_in_order(self, message: Republished, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        end = partial(self._end_republishing, message, call)
+        self.ordering.submit_last(engine, call, end)
+
     def _end_republishing(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         for ended in message.ended:
@@ -219,6 +228,7 @@ class PrefillService(Service):
         if not maps:
             backend = _shared_backend(handshake, agent.data.backends, agent.identity.agent_id)
             metadata = await self._metadata(engine, backend)
+            self._drive_connection(backend)
             memory, slot_memory = engine.memory(), agent.staging.kinds_of(engine.devices)
         log.info(
             "handshake.done",
@@ -245,6 +255,13 @@ class PrefillService(Service):
                 slot_memory=slot_memory,
             )
         )
+
+    # UCX connects without this process. LIBFABRIC blocks the reader's data process until this one
+    # accepts the connection, which takes calls of NIXL here.
+    def _drive_connection(self, backend: str) -> None:
+        if backend != wire.UCX:
+            progress = self._agent.data.drive_progress()
+            self._agent.loop.call_later(CONNECTS_WITHIN_S, progress.close)
 
     async def _metadata(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         """Return NIXL metadata of the data process that runs when this returns."""
@@ -307,6 +324,19 @@ class PrefillService(Service):
                 "request does it then",
                 code=ErrorCode.FORBIDDEN,
             )
+
+    def _open_in_order(self, offer: MakeOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        about, make = offer.offer_id or call, partial(self._open, offer, call)
+        self.ordering.submit(engine, about, call, make, after=offer.after)
+
+    def _change_in_order(
+        self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call
+    ) -> None:
+        engine = self._agent.engines.engine_of(call)
+        after = 0 if isinstance(message, WithdrawOffer) else message.after
+        change = partial(self._change, message, call)
+        self.ordering.submit(engine, message.offer_id, call, change, after=after)
 
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
