@@ -3,6 +3,7 @@
 Keys and what they mean are those of the configuration, metrics and theirs those that agents serve.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         case str(value) if value:
             return f" = {value}"
         case tuple(value) if value:
-            return f" = {list(value)}"
+            return f" = {json.dumps(value)}"
     return ""
 
 

@@ -16,7 +16,7 @@ from kvbus.bus import with_brackets
 from kvbus.data.messages import UCX, Backends
 from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.peer import MAX_BACKENDS, BackendName
+from kvbus.protocol.peer import MAX_BACKENDS
 
 DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
     role: {
@@ -30,6 +30,10 @@ DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
 """For keys without a default in a printed configuration, and for the HTTP port."""
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
+ConfiguredBackend = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9_]{1,32}$", extra={"expected": "names such as UCX or LIBFABRIC"}),
+]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
 CLOSES_WITHIN_S = 3.0
@@ -71,7 +75,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """TCP ports, FIRST-LAST, at which UCX may listen, for firewall rules: 16 for each agent of the
     machine. Empty: the value of UCX_TCP_PORT_RANGE, or any."""
     nixl_backends: Annotated[
-        tuple[BackendName, ...], Meta(min_length=1, max_length=MAX_BACKENDS)
+        tuple[ConfiguredBackend, ...], Meta(min_length=1, max_length=MAX_BACKENDS)
     ] = (UCX,)
     """Backends of NIXL, the preferred one first, such as ["LIBFABRIC", "UCX"]. A decode agent reads
     with the first of its list that the prefill agent has, too; kvbus doctor lists those of NIXL."""

@@ -65,12 +65,7 @@ SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """Ids of the uses of slots."""
-BackendName = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=r"^[A-Za-z0-9_]{1,32}$", extra={"expected": "names such as UCX or LIBFABRIC"}
-    ),
-]
+BackendName = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 """Name of a backend of NIXL."""
 MemoryKind = Literal["DRAM", "VRAM"]
 _UCX = "UCX"
