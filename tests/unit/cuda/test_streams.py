@@ -67,13 +67,13 @@ def test_blocking_streams_and_the_legacy_stream_await_each_other(cuda: Cuda) -> 
     gate, at = Gate(cuda), cuda.alloc(SIZE)
     first, second = cuda.stream(BLOCKING), cuda.stream(BLOCKING)
     gate.hold(first)
-    cuda.cuMemsetD8Async(at, c_ubyte(1), SIZE, None)
-    cuda.cuMemsetD8Async(at, c_ubyte(2), SIZE, second)
-
-    assert is_busy(cuda, None)
-    assert is_busy(cuda, second)
+    cuda.cuMemsetD8Async(at, c_ubyte(1), SIZE, first)
+    cuda.cuMemsetD8Async(at, c_ubyte(2), SIZE // 2, None)
+    cuda.cuMemsetD8Async(at, c_ubyte(3), SIZE // 4, second)
     gate.open()
-    assert cuda.read(at, SIZE) == b"\2" * SIZE
+    cuda.cuCtxSynchronize()
+
+    assert cuda.read(at, SIZE) == b"\3" * (SIZE // 4) + b"\2" * (SIZE // 4) + b"\1" * (SIZE // 2)
 
 
 @apart()
