@@ -1,6 +1,7 @@
 """Streams of the fake driver run later, in order, and await each other where CUDA's do."""
 
 import ctypes
+import os
 import time
 from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from threading import Timer
@@ -193,14 +194,20 @@ def test_a_delay_holds_its_stream(cuda: Cuda) -> None:
     assert time.monotonic() >= before + 0.1
 
 
-@apart()
-def test_a_destroyed_stream_ends_its_work_and_has_no_name(cuda: Cuda) -> None:
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@apart(only_fake=True)
+def test_a_destroyed_stream_ends_its_work_and_its_thread(cuda: Cuda) -> None:
     cuda.start()
-    gate, stream, at = Gate(cuda), cuda.stream(), cuda.alloc(SIZE)
+    gate, at = Gate(cuda), cuda.alloc(SIZE)
     cuda.write(at, bytes(SIZE))
+    before, stream = num_threads(), cuda.stream()
     gate.hold(stream)
     cuda.cuMemsetD8Async(at, c_ubyte(1), SIZE, stream)
     cuda.cuStreamDestroy_v2(stream)
     gate.open()
 
     until(lambda: cuda.read(at, SIZE) == b"\1" * SIZE)
+    until(lambda: num_threads() == before)
