@@ -1,9 +1,9 @@
 """Streams of the fake driver run later, in order, and await each other where CUDA's do."""
 
 import ctypes
-import os
 import time
 from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from pathlib import Path
 from threading import Timer
 
 from tests.support.cuda.apart import apart, until
@@ -195,7 +195,7 @@ def test_a_delay_holds_its_stream(cuda: Cuda) -> None:
 
 
 def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @apart(only_fake=True)
