@@ -21,7 +21,7 @@ from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_me
 from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
-from kvbus.engine.storage import CudaStorage
+from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
     GeometryError,
@@ -416,7 +416,7 @@ class AttachedRank:
             memory = gpu_memory_of(storage)
             if memory is not None:
                 await _pass_cuda(connection, segment_id, memory)
-            elif not isinstance(storage, CudaStorage | GpuAllocation):
+            elif isinstance(storage, SharedStorage | SharedSegment):
                 await connection.pass_memory(
                     PassSegment(
                         segment_id=segment_id,
@@ -438,7 +438,9 @@ class AttachedRank:
 
 
 def gpu_memory_of(storage: Storage) -> GpuMemory | None:
-    return storage.memory if isinstance(storage, CudaStorage | GpuAllocation) else None
+    if isinstance(storage, CudaStorage | GpuAllocation):
+        return storage.memory
+    return storage if isinstance(storage, GpuMemory) else None
 
 
 async def _pass_cuda(connection: Connection, segment_id: str, memory: GpuMemory) -> None:
