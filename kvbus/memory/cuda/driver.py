@@ -289,6 +289,7 @@ def allow_access(address: int, size_bytes: int, ordinals: list[int]) -> None:
 def write_bytes(ordinal: int, address: int, content: bytes) -> None:
     with on_gpu(ordinal):
         call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+        synchronize(stream=0)  # the copy may return before its end
 
 
 def read_bytes(ordinal: int, address: int, size_bytes: int) -> bytes:
