@@ -16,9 +16,15 @@ from pathlib import Path
 
 import anyio
 
+from kvbus.errors import ConfigError
 from kvbus.spawn import Child
 
 READ_WITHIN_S = 20.0
+LET_NICS_READ = (
+    "The kernel must let the NIC read the GPU: load nvidia_peermem, or use NVIDIA's open kernel "
+    "modules, which have DMA-BUF; see that UCX_TLS leaves UCX its CUDA and RDMA transports. "
+    "kvbus doctor measures it."
+)
 TARGET_ENDS_WITHIN_S = 1.0
 MAX_REASON_LETTERS = 300
 _LOGGED = {
@@ -55,7 +61,7 @@ class MeasuredRead:
 
 
 async def measure_vram_read(
-    gpu: str, *, over_ipc: bool, limit_s: float = READ_WITHIN_S
+    gpu: str, *, over_ipc: bool = False, limit_s: float = READ_WITHIN_S
 ) -> MeasuredRead:
     """Read from the GPU to itself; without ``over_ipc``, as if from another machine."""
     tls = os.environ.get("UCX_TLS", "")
@@ -96,21 +102,26 @@ def _without_ipc(tls: str) -> str:
 async def run_pair(
     module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None
 ) -> PairResult:
-    """Run ``python -m module ARGUMENTS target`` and ``… reader``, and return what this one prints.
+    """Run ``python -m module ARGUMENTS target`` and ``… reader``, which prints the answer."""
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        async with _started(command, env or {}) as pair:
+            return await _result(*pair, limit_s)
+    except (ConfigError, OSError) as error:
+        return PairResult("", "", f"no process can be started: {error}")
 
-    Raises `ConfigError` if no process can be started.
-    """
-    async with _started([sys.executable, "-m", module, *arguments], env or {}) as (target, reader):
-        with anyio.move_on_after(limit_s) as within:
-            status = await reader.child.ended()
-        if within.cancelled_caught:
-            return PairResult("", reader.log, f"no answer within {limit_s:.3g} s")
-        if not status:
-            return PairResult(reader.answer, reader.log, "")
-        with anyio.move_on_after(TARGET_ENDS_WITHIN_S):  # its socket is closed
-            if await target.child.ended():
-                return _failed(target)
-        return _failed(reader)
+
+async def _result(target: "_Process", reader: "_Process", limit_s: float) -> PairResult:
+    with anyio.move_on_after(limit_s) as within:
+        status = await reader.child.ended()
+    if within.cancelled_caught:
+        return PairResult("", reader.log, f"no answer within {limit_s:.3g} s")
+    if not status:
+        return PairResult(reader.answer, reader.log, "")
+    with anyio.move_on_after(TARGET_ENDS_WITHIN_S):  # its socket is closed
+        if await target.child.ended():
+            return _failed(target)
+    return _failed(reader)
 
 
 class _Process:
@@ -172,6 +183,6 @@ def _failed(one: _Process) -> PairResult:
     head, _, tail = one.child.lost().message.partition("; the last lines of its log:")
     log = one.log
     reasons = [found[1] for line in (_UCX_ERROR, _NIXL_ERROR) if (found := line.search(log))]
-    reasons += tail.splitlines()[-1:]
+    reasons += [line.strip() for line in tail.splitlines()[-1:]]
     reason = ": ".join([head, *reasons[:1]])[:MAX_REASON_LETTERS].replace("\n", " ")
     return PairResult("", log, reason)
