@@ -26,7 +26,8 @@ from tests.support.forked import Forked
 
 WITHIN_S = 60.0
 DRIVERS = ["fake", *(["card"] if Path("/dev/nvidiactl").exists() else [])]
-Body = Callable[[Cuda, "Beside"], None]
+Body = Callable[..., None]
+"""It takes a `Cuda`, and a `Beside` if there are two processes."""
 
 
 class Beside:
@@ -80,7 +81,7 @@ def apart(
 def run_together(bodies: Sequence[Body], driver: str, env: dict[str, str]) -> None:
     """The first must succeed; another may have been killed."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    errors = [tempfile.TemporaryFile("w+") for _ in bodies]
+    errors = [tempfile.TemporaryFile("w+") for _ in bodies]  # noqa: SIM115  # `_content` closes it
     started = [
         ForkedCase(
             [sys.executable, "-m", __name__, driver, body.__module__, body.__name__],
@@ -123,7 +124,9 @@ def main() -> None:
         if driver != "card":
             load(old_driver=driver == "old")
         found = getattr(importlib.import_module(module), name)
-        getattr(found, "body", found)(Cuda(), Beside(socket.socket(fileno=os.dup(0))))
+        body = getattr(found, "body", found)
+        given = Cuda(), Beside(socket.socket(fileno=os.dup(0)))
+        body(*given[: body.__code__.co_argcount])
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
+import pytest
+
 PAGE = 2 << 20
 NON_BLOCKING = 1
 READ, READ_AND_WRITE = 1, 3
@@ -171,9 +173,6 @@ class Cuda:
 @contextmanager
 def refused(code: int) -> Iterator[None]:
     """The block ends with this error of CUDA."""
-    try:
+    with pytest.raises(CudaError) as found:
         yield
-    except CudaError as error:
-        assert error.code == code, f"not {code}, but {error}"
-    else:
-        raise AssertionError(f"not refused with {code}")
+    assert found.value.code == code, f"not {code}, but {found.value}"

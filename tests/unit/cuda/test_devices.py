@@ -5,7 +5,7 @@ from ctypes import byref, c_int, c_ubyte, c_uint, c_void_p
 from threading import Thread
 
 from tests.support.cuda import uuid
-from tests.support.cuda.apart import Beside, apart
+from tests.support.cuda.apart import apart
 from tests.support.cuda.calls import Cuda, refused
 
 Uuid = c_ubyte * 16
@@ -22,7 +22,7 @@ def digits(name: str) -> str:
 
 
 @apart(gpus=4)
-def test_visible_devices_are_those_named_up_to_the_first_unknown(cuda: Cuda, _: Beside) -> None:
+def test_visible_devices_are_those_named_up_to_the_first_unknown(cuda: Cuda) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = f"2,{uuid(0)},9,1"
     cuda.start()
 
@@ -32,14 +32,14 @@ def test_visible_devices_are_those_named_up_to_the_first_unknown(cuda: Cuda, _: 
 
 
 @apart()
-def test_a_process_with_no_visible_device_has_no_driver(cuda: Cuda, _: Beside) -> None:
+def test_a_process_with_no_visible_device_has_no_driver(cuda: Cuda) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with refused(NO_DEVICE):
         cuda.cuInit(0)
 
 
 @apart(mig=1)
-def test_a_mig_instance_has_a_uuid_beside_that_of_its_gpu(cuda: Cuda, _: Beside) -> None:
+def test_a_mig_instance_has_a_uuid_beside_that_of_its_gpu(cuda: Cuda) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid(1, mig=True)
     cuda.start()
 
@@ -48,7 +48,7 @@ def test_a_mig_instance_has_a_uuid_beside_that_of_its_gpu(cuda: Cuda, _: Beside)
 
 
 @apart()
-def test_calls_need_a_driver_and_a_context_of_their_thread(cuda: Cuda, _: Beside) -> None:
+def test_calls_need_a_driver_and_a_context_of_their_thread(cuda: Cuda) -> None:
     with refused(NOT_INITIALIZED):
         cuda.get(c_int, "cuDeviceGetCount")
     cuda.start()
@@ -69,7 +69,7 @@ def test_calls_need_a_driver_and_a_context_of_their_thread(cuda: Cuda, _: Beside
 
 
 @apart()
-def test_the_last_release_of_a_context_frees_its_memory(cuda: Cuda, _: Beside) -> None:
+def test_the_last_release_of_a_context_frees_its_memory(cuda: Cuda) -> None:
     cuda.start()
     at, before = cuda.alloc(64 << 20), cuda.free_bytes()
     cuda.cuDevicePrimaryCtxRelease_v2(c_int(0))
@@ -83,7 +83,7 @@ def test_the_last_release_of_a_context_frees_its_memory(cuda: Cuda, _: Beside) -
 
 
 @apart()
-def test_a_fork_of_a_process_with_cuda_has_none(cuda: Cuda, _: Beside) -> None:
+def test_a_fork_of_a_process_with_cuda_has_none(cuda: Cuda) -> None:
     cuda.start()
     if (pid := os.fork()) == 0:
         try:
@@ -96,7 +96,7 @@ def test_a_fork_of_a_process_with_cuda_has_none(cuda: Cuda, _: Beside) -> None:
 
 
 @apart(gpus=2)
-def test_each_gpu_has_a_context_of_its_own(cuda: Cuda, _: Beside) -> None:
+def test_each_gpu_has_a_context_of_its_own(cuda: Cuda) -> None:
     cuda.start()
     with cuda.on(1):
         at = cuda.alloc(4096)

@@ -11,14 +11,14 @@ from tests.support.cuda.calls import PAGE, Cuda, refused
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND = 1, 2, 500
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
-MEMORY_TYPE, BUFFER_ID, ORDINAL, IPC_CAPABLE, RANGE_START, RANGE_SIZE, HANDLE_TYPES = 2, 7, 9, 10, 11, 12, 14
-MAPPING_SIZE, MAPPING_BASE = 18, 19
+MEMORY_TYPE, BUFFER_ID, ORDINAL, IPC_CAPABLE = 2, 7, 9, 10
+RANGE_START, RANGE_SIZE, HANDLE_TYPES, MAPPING_SIZE, MAPPING_BASE = 11, 12, 14, 18, 19
 READ_ONLY = 8
 MANY = 1 << 30
 
 
 @apart()
-def test_an_address_tells_its_allocation_until_it_is_freed(cuda: Cuda, _: Beside) -> None:
+def test_an_address_tells_its_allocation_until_it_is_freed(cuda: Cuda) -> None:
     cuda.start()
     at, other = cuda.alloc(5000), cuda.alloc(5000)
 
@@ -38,13 +38,13 @@ def test_an_address_tells_its_allocation_until_it_is_freed(cuda: Cuda, _: Beside
 
 
 @apart(only_fake=True)
-def test_new_memory_is_not_zero(cuda: Cuda, _: Beside) -> None:
+def test_new_memory_is_not_zero(cuda: Cuda) -> None:
     cuda.start()
     assert 0 not in cuda.read(cuda.alloc(5000), 5000)
 
 
 @apart()
-def test_mapped_memory_tells_its_reservation_and_its_mapping(cuda: Cuda, _: Beside) -> None:
+def test_mapped_memory_tells_its_reservation_and_its_mapping(cuda: Cuda) -> None:
     cuda.start()
     at, handles = cuda.reserve(4 * PAGE), [cuda.create(size) for size in (PAGE, 2 * PAGE)]
     cuda.map(at, PAGE, handles[0])
@@ -95,7 +95,7 @@ def test_a_full_gpu_refuses_more_to_all_processes(cuda: Cuda, other: Beside) -> 
 
 
 @apart()
-def test_host_memory_is_registered_once_and_where_it_is_mapped(cuda: Cuda, _: Beside) -> None:
+def test_host_memory_is_registered_once_and_where_it_is_mapped(cuda: Cuda) -> None:
     cuda.start()
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     at = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
@@ -119,7 +119,7 @@ def test_host_memory_is_registered_once_and_where_it_is_mapped(cuda: Cuda, _: Be
 
 
 @apart(only_fake=True)
-def test_host_memory_that_is_not_there_or_not_writable_is_refused(cuda: Cuda, _: Beside) -> None:
+def test_host_memory_that_is_not_there_or_not_writable_is_refused(cuda: Cuda) -> None:
     cuda.start()
     file = os.memfd_create("sealed")
     os.ftruncate(file, mmap.PAGESIZE)

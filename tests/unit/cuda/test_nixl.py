@@ -3,8 +3,10 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tests.support.cuda import World
 from tests.support.cuda.apart import WITHIN_S, Beside, apart
@@ -13,7 +15,6 @@ from tests.support.cuda.calls import Cuda
 SIZE = 1 << 20
 CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
 SETTINGS = {
-
     "UCX_NET_DEVICES": "lo",
     "UCX_MEMTYPE_CACHE": "n",  # where UCX finds no libcudart, it would take VRAM for host memory
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",  # without NVLinks, it would copy through the host
@@ -49,7 +50,7 @@ def test_nixl_reads_vram_of_another_process_over_cuda_ipc(cuda: Cuda, other: Bes
     assert cuda.read(at, SIZE) == CONTENT
 
 
-def agent_with_vram(cuda: Cuda, name: str):
+def agent_with_vram(cuda: Cuda, name: str) -> tuple[Any, Any, int]:
     os.environ.update(SETTINGS)
     from kvbus.data import nixl_agent
     from kvbus.data.nixl import Registration
@@ -61,7 +62,7 @@ def agent_with_vram(cuda: Cuda, name: str):
     return agent, registered, at
 
 
-def rows(at: int):
+def rows(at: int) -> npt.NDArray[np.uint64]:
     return np.array([[at, SIZE, 0]], np.uint64)
 
 

@@ -3,11 +3,13 @@
 import os
 import signal
 from ctypes import byref, c_int
+from pathlib import Path
 
 from tests.support.cuda.apart import WITHIN_S, Beside, apart, until
 from tests.support.cuda.calls import PAGE, READ, AllocationProp, Cuda, refused
 
-INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS = 1, 101, 201, 400, 700
+INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT = 1, 101, 201
+INVALID_HANDLE, ILLEGAL_ADDRESS = 400, 700
 MEBI = 1 << 20
 
 
@@ -58,7 +60,7 @@ def test_ipc_handles_that_mean_nothing_here_are_refused(cuda: Cuda, other: Besid
     other.send("free nothing")
     other.receive()
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"))
+    until(lambda: not Path(f"/proc/{pid}/fd/0").exists())
     with refused(INVALID_HANDLE):
         cuda.open_ipc(handle)
 
@@ -103,7 +105,7 @@ def test_parts_by_descriptor_are_mapped_side_by_side(cuda: Cuda, other: Beside) 
 
 
 @apart()
-def test_mapped_memory_lives_until_it_is_unmapped_and_released(cuda: Cuda, _: Beside) -> None:
+def test_mapped_memory_lives_until_it_is_unmapped_and_released(cuda: Cuda) -> None:
     cuda.start()
     before = cuda.free_bytes()
     at, handle = cuda.reserve(4 * PAGE), cuda.create(4 * PAGE)
@@ -128,7 +130,7 @@ def test_mapped_memory_lives_until_it_is_unmapped_and_released(cuda: Cuda, _: Be
 
 
 @apart()
-def test_memory_is_exported_only_if_it_was_made_for_it(cuda: Cuda, _: Beside) -> None:
+def test_memory_is_exported_only_if_it_was_made_for_it(cuda: Cuda) -> None:
     cuda.start()
     at = cuda.map_new(PAGE, handle_types=0)
     with refused(INVALID_VALUE):
@@ -142,7 +144,7 @@ def test_memory_is_exported_only_if_it_was_made_for_it(cuda: Cuda, _: Beside) ->
 
 
 @apart(only_fake=True)
-def test_a_descriptor_of_other_memory_is_refused(cuda: Cuda, _: Beside) -> None:
+def test_a_descriptor_of_other_memory_is_refused(cuda: Cuda) -> None:
     cuda.start()
     fd = os.memfd_create("no-vram")
     with refused(INVALID_VALUE):
@@ -150,7 +152,7 @@ def test_a_descriptor_of_other_memory_is_refused(cuda: Cuda, _: Beside) -> None:
 
 
 @apart()
-def test_mappings_stay_within_memory_and_reservation(cuda: Cuda, _: Beside) -> None:
+def test_mappings_stay_within_memory_and_reservation(cuda: Cuda) -> None:
     cuda.start()
     at, handle = cuda.reserve(2 * PAGE), cuda.create(PAGE)
     for base, size in ((at, 2 * PAGE), (at + 2 * PAGE, PAGE), (at, PAGE // 2)):
@@ -164,7 +166,7 @@ def test_mappings_stay_within_memory_and_reservation(cuda: Cuda, _: Beside) -> N
 
 
 @apart(only_fake=True)
-def test_mapped_memory_is_used_by_those_gpus_that_have_access(cuda: Cuda, _: Beside) -> None:
+def test_mapped_memory_is_used_by_those_gpus_that_have_access(cuda: Cuda) -> None:
     cuda.start()
     at = cuda.map_new(PAGE)
     cuda.set_access(at, PAGE, flags=READ)

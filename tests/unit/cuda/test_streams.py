@@ -1,12 +1,12 @@
-"""Streams of the fake driver run behind the caller's back, in order, and await what CUDA's await."""
+"""Streams of the fake driver run later, in order, and await each other where CUDA's do."""
 
 import ctypes
 import time
 from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from threading import Thread
+from threading import Timer
 
-from tests.support.cuda.apart import Beside, apart, until
-from tests.support.cuda.calls import PAGE, CopyAttributes, Cuda, CudaError, Location, refused
+from tests.support.cuda.apart import apart, until
+from tests.support.cuda.calls import PAGE, CopyAttributes, Cuda, Location, refused
 
 INVALID_VALUE, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS = 1, 400, 600, 700
 BLOCKING = 0
@@ -30,12 +30,9 @@ class Gate:
 
 
 def is_busy(cuda: Cuda, stream: c_void_p | None) -> bool:
-    try:
-        cuda.cuStreamQuery(stream)
-    except CudaError as error:
-        assert error.code == NOT_READY
-        return True
-    return False
+    code = cuda.library.cuStreamQuery(stream)
+    assert code in (0, NOT_READY)
+    return bool(code == NOT_READY)
 
 
 def pinned(cuda: Cuda, content: bytes) -> "ctypes.Array[c_ubyte]":
@@ -45,7 +42,7 @@ def pinned(cuda: Cuda, content: bytes) -> "ctypes.Array[c_ubyte]":
 
 
 @apart()
-def test_work_of_a_stream_runs_later_and_in_order(cuda: Cuda, _: Beside) -> None:
+def test_work_of_a_stream_runs_later_and_in_order(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, at, done = Gate(cuda), cuda.stream(), cuda.alloc(SIZE), pinned(cuda, bytes(8))
     word = ctypes.addressof(done)
@@ -65,7 +62,7 @@ def test_work_of_a_stream_runs_later_and_in_order(cuda: Cuda, _: Beside) -> None
 
 
 @apart()
-def test_blocking_streams_and_the_legacy_stream_await_each_other(cuda: Cuda, _: Beside) -> None:
+def test_blocking_streams_and_the_legacy_stream_await_each_other(cuda: Cuda) -> None:
     cuda.start()
     gate, at = Gate(cuda), cuda.alloc(SIZE)
     first, second = cuda.stream(BLOCKING), cuda.stream(BLOCKING)
@@ -80,7 +77,7 @@ def test_blocking_streams_and_the_legacy_stream_await_each_other(cuda: Cuda, _: 
 
 
 @apart()
-def test_pinned_memory_is_read_when_its_turn_comes(cuda: Cuda, _: Beside) -> None:
+def test_pinned_memory_is_read_when_its_turn_comes(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, at = Gate(cuda), cuda.stream(), cuda.alloc(2 * SIZE)
     pageable = (c_ubyte * SIZE).from_buffer_copy(b"a" * SIZE)
@@ -96,7 +93,7 @@ def test_pinned_memory_is_read_when_its_turn_comes(cuda: Cuda, _: Beside) -> Non
 
 
 @apart()
-def test_an_event_is_done_once_what_was_recorded_is(cuda: Cuda, _: Beside) -> None:
+def test_an_event_is_done_once_what_was_recorded_is(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, other, event = Gate(cuda), cuda.stream(), cuda.stream(), c_void_p()
     cuda.cuEventCreate(byref(event), c_uint(0))
@@ -113,13 +110,13 @@ def test_an_event_is_done_once_what_was_recorded_is(cuda: Cuda, _: Beside) -> No
 
 
 @apart()
-def test_memory_is_freed_once_the_work_of_its_context_is_done(cuda: Cuda, _: Beside) -> None:
+def test_memory_is_freed_once_the_work_of_its_context_is_done(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, at, to = Gate(cuda), cuda.stream(), cuda.alloc(SIZE), cuda.alloc(SIZE)
     cuda.write(at, b"a" * SIZE)
     gate.hold(stream)
     cuda.cuMemcpyAsync(to, at, SIZE, stream)
-    Thread(target=lambda: (time.sleep(0.1), gate.open())).start()
+    Timer(0.1, gate.open).start()
     cuda.cuMemFree_v2(at)
 
     assert not is_busy(cuda, stream)
@@ -127,7 +124,7 @@ def test_memory_is_freed_once_the_work_of_its_context_is_done(cuda: Cuda, _: Bes
 
 
 @apart(only_fake=True)
-def test_memory_that_is_gone_when_a_copy_runs_loses_the_context(cuda: Cuda, _: Beside) -> None:
+def test_memory_that_is_gone_when_a_copy_runs_loses_the_context(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, at, to = Gate(cuda), cuda.stream(), cuda.map_new(PAGE), cuda.alloc(PAGE)
     gate.hold(stream)
@@ -143,7 +140,7 @@ def test_memory_that_is_gone_when_a_copy_runs_loses_the_context(cuda: Cuda, _: B
 
 
 @apart()
-def test_a_copy_beyond_an_allocation_is_refused(cuda: Cuda, _: Beside) -> None:
+def test_a_copy_beyond_an_allocation_is_refused(cuda: Cuda) -> None:
     cuda.start()
     stream, at, to = cuda.stream(), cuda.alloc(PAGE), cuda.alloc(2 * PAGE)
     with refused(INVALID_VALUE):
@@ -162,7 +159,7 @@ def copy_batch(cuda: Cuda, copies: list[tuple[int, int]], stream: c_void_p | Non
 
 
 @apart(only_fake=True)
-def test_copies_of_a_batch_run_in_any_order(cuda: Cuda, _: Beside) -> None:
+def test_copies_of_a_batch_run_in_any_order(cuda: Cuda) -> None:
     cuda.start()
     stream, places = cuda.stream(), [cuda.alloc(SIZE) for _ in range(3)]
     for number, at in enumerate(places):
@@ -177,7 +174,7 @@ def test_copies_of_a_batch_run_in_any_order(cuda: Cuda, _: Beside) -> None:
 
 
 @apart(old_driver=True)
-def test_an_old_driver_has_no_batches(cuda: Cuda, _: Beside) -> None:
+def test_an_old_driver_has_no_batches(cuda: Cuda) -> None:
     cuda.start()
     assert not hasattr(cuda.library, "cuMemcpyBatchAsync_v2")
     assert not hasattr(cuda.library, "cuMemcpyBatchAsync")
@@ -185,7 +182,7 @@ def test_an_old_driver_has_no_batches(cuda: Cuda, _: Beside) -> None:
 
 
 @apart(only_fake=True)
-def test_a_delay_holds_its_stream(cuda: Cuda, _: Beside) -> None:
+def test_a_delay_holds_its_stream(cuda: Cuda) -> None:
     cuda.start()
     stream, other = cuda.stream(), cuda.stream()
     before = time.monotonic()
@@ -197,7 +194,7 @@ def test_a_delay_holds_its_stream(cuda: Cuda, _: Beside) -> None:
 
 
 @apart()
-def test_a_destroyed_stream_ends_its_work_and_has_no_name(cuda: Cuda, _: Beside) -> None:
+def test_a_destroyed_stream_ends_its_work_and_has_no_name(cuda: Cuda) -> None:
     cuda.start()
     gate, stream, at = Gate(cuda), cuda.stream(), cuda.alloc(SIZE)
     cuda.write(at, bytes(SIZE))

@@ -6,10 +6,12 @@
 
 struct KernelDim { unsigned x, y, z; };
 struct KernelSize { KernelDim grid, block; };
-using Touch = void (*)(const void *at, size_t bytes, bool writes); /* does not return if it must not */
+struct Checker { /* of accesses to memory; `touch` does not return if it must not be */
+    void (*touch)(Checker &self, const void *at, size_t bytes, bool writes);
+};
 
 struct HostKernel {
     void *(*bind)(void **parameters); /* copies the arguments, as a launch does */
-    void (*run)(const void *arguments, KernelSize size, Touch touch);
+    void (*run)(const void *arguments, KernelSize size, Checker &checker);
     void (*drop)(void *arguments);
 };

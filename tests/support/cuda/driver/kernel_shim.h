@@ -45,9 +45,9 @@ inline void __threadfence_system() {}
 struct KernelThread {
     KernelDim block, thread;
     KernelSize size;
-    Touch touch;
+    Checker &checker;
 };
-static thread_local KernelThread *kernel_thread;
+static thread_local KernelThread *kernel_thread __attribute__((tls_model("initial-exec")));
 UNINSTRUMENTED static KernelDim kernel_block() { return kernel_thread->block; }
 UNINSTRUMENTED static KernelDim kernel_place() { return kernel_thread->thread; }
 UNINSTRUMENTED static KernelSize kernel_size() { return kernel_thread->size; }
@@ -74,9 +74,9 @@ template <auto KERNEL, typename... Arguments> struct HostBuild {
         return copied(parameters, std::index_sequence_for<Arguments...>{});
     }
 
-    UNINSTRUMENTED static void run(const void *arguments, KernelSize size, Touch touch) {
+    UNINSTRUMENTED static void run(const void *arguments, KernelSize size, Checker &checker) {
         auto own = *static_cast<const Values *>(arguments); /* on the stack, which kernels may touch */
-        KernelThread here{{}, {}, size, touch};
+        KernelThread here{{}, {}, size, checker};
         kernel_thread = &here;
         each_backwards(size.grid, [&](KernelDim block) {
             here.block = block;
@@ -101,8 +101,8 @@ template <auto KERNEL, typename... Arguments> constexpr HostKernel build_of(void
 
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end; /* this library, with its constants */
 UNINSTRUMENTED static void touch(void *at, size_t bytes, bool writes) {
-    if (kernel_thread && (at < &__ehdr_start || at >= &_end))
-        kernel_thread->touch(at, bytes, writes);
+    if (KernelThread *here = kernel_thread; here && (at < &__ehdr_start || at >= &_end))
+        here->checker.touch(here->checker, at, bytes, writes);
 }
 
 #define TOUCHES(call, bytes, writes) \

@@ -27,57 +27,57 @@ struct Module {
 std::mutex &mutex = *new std::mutex;
 auto &modules = *new std::map<void *, std::unique_ptr<Module>>;
 
-struct Running { /* the kernel of this thread */
-    const Context &context;
-    std::jmp_buf fault;
-    uint64_t first = 0, last = 0; /* of the range that it touched last */
+struct Touched {
+    uint64_t first = 0, last = 0;
     bool is_writable = false;
-    explicit Running(const Context &context) : context(context) {}
-};
-thread_local Running *running;
-
-uint64_t address(const void *pointer) { return reinterpret_cast<uint64_t>(pointer); }
-
-struct Stack {
-    uint64_t first, last;
-    Stack() {
-        pthread_attr_t attributes;
-        void *start;
-        size_t bytes;
-        pthread_getattr_np(pthread_self(), &attributes);
-        pthread_attr_getstack(&attributes, &start, &bytes);
-        pthread_attr_destroy(&attributes);
-        first = address(start), last = first + bytes;
+    bool has(uint64_t at, size_t bytes, bool writes) const {
+        return at >= first && at + bytes <= last && (is_writable || !writes);
     }
 };
 
-void remember(Running &kernel, uint64_t at, bool writes) {
-    Range *range = find_range(at);
-    kernel.first = range->base, kernel.last = range->base + range->bytes;
-    kernel.is_writable = writes;
+uint64_t address(const void *pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+Touched own_stack() {
+    pthread_attr_t attributes;
+    void *start;
+    size_t bytes;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &start, &bytes);
+    pthread_attr_destroy(&attributes);
+    return {address(start), address(start) + bytes, true};
 }
 
-/* The instrumented kernel calls this before each access. The lock of the memory is held. */
-void touch(const void *pointer, size_t bytes, bool writes) {
-    thread_local Stack stack;
+struct Running : Checker {
+    const Context &context;
+    const Touched stack = own_stack();
+    std::array<Touched, 4> touched; /* ranges that it used last */
+    unsigned next = 0;
+    std::jmp_buf fault;
+    Running(void (*touch)(Checker &, const void *, size_t, bool), const Context &context)
+        : Checker{touch}, context(context) {}
+};
+
+/* With the lock of the memory. */
+void touch(Checker &checker, const void *pointer, size_t bytes, bool writes) {
+    auto &running = static_cast<Running &>(checker);
     uint64_t at = address(pointer);
-    if (at >= stack.first && at < stack.last)
+    for (auto &range : running.touched)
+        if (range.has(at, bytes, writes))
+            return;
+    if (running.stack.has(at, bytes, writes))
         return;
-    bool is_known = at >= running->first && at + bytes <= running->last && (!writes || running->is_writable);
-    if (!is_known && !can_reach(running->context, at, bytes, writes, true))
-        longjmp(running->fault, 1);
-    if (!is_known)
-        remember(*running, at, writes);
+    if (!can_reach(running.context, at, bytes, writes, true))
+        longjmp(running.fault, 1);
+    Range &range = *find_range(at);
+    running.touched[running.next++ % running.touched.size()] = {range.base, range.base + range.bytes, writes};
 }
 
 void run_kernel(const HostKernel &kernel, const void *arguments, KernelSize size, Context &context) {
     std::shared_lock<std::shared_mutex> locked(memory_lock);
-    Running now(context);
-    running = &now;
-    bool has_failed = setjmp(now.fault);
+    Running running(touch, context);
+    bool has_failed = setjmp(running.fault);
     if (!has_failed)
-        kernel.run(arguments, size, touch);
-    running = nullptr;
+        kernel.run(arguments, size, running);
     check(!has_failed, ILLEGAL_ADDRESS);
     count(KERNELS);
 }
