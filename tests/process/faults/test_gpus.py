@@ -22,7 +22,7 @@ from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.protocol import PassCuda, Register
 from tests.support import cuda as fake
 from tests.support.agents import AgentProcess, Agents, agents_ended
-from tests.support.cuda.apart import Beside, apart
+from tests.support.cuda.apart import apart
 from tests.support.cuda.calls import PAGE, Cuda
 from tests.support.engines import make_spec
 
@@ -34,7 +34,8 @@ ALL_BLOCKS = {"full": list(range(NUM_BLOCKS))}
 CONTEXT_BYTES = 300 << 20
 OLD = "11080"
 """CUDA 11.8, which does not know the PTX of the copy kernels."""
-PID_IN_HANDLE = struct.Struct("<24xi")
+PID, PID_OFFSET = struct.Struct("<i"), 24
+"""In a handle of the fake."""
 ILLEGAL_ADDRESS = 700
 
 
@@ -78,14 +79,16 @@ async def refusal_of(agent: AgentProcess, **changes: Any) -> str:
 
 def handle_of(pid: int) -> bytes:
     """A handle as that process would export it."""
-    with cuda.GpuAllocation(4096, 0).memory.exported() as (source, _):
+    allocation = GpuAllocation(4096, 0)
+    with allocation.memory.exported() as (source, _):
         handle = bytearray(source.handle)
-    PID_IN_HANDLE.pack_into(handle, 0, pid)
+    allocation.close()
+    PID.pack_into(handle, PID_OFFSET, pid)
     return bytes(handle)
 
 
 @apart(kernels=KERNELS)
-def test_memory_that_cannot_be_opened_is_refused_at_attach(_cuda: Cuda, _other: Beside) -> None:
+def test_memory_that_cannot_be_opened_is_refused_at_attach() -> None:
     anyio.run(_refuse_bad_memory)
 
 
@@ -123,7 +126,7 @@ REFUSALS: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 
 @apart(kernels=KERNELS)
-def test_agents_that_cannot_use_the_gpu_say_why_at_attach(_cuda: Cuda, _other: Beside) -> None:
+def test_agents_that_cannot_use_the_gpu_say_why_at_attach() -> None:
     anyio.run(_refuse_all)
 
 
@@ -137,9 +140,9 @@ async def _refuse_all() -> None:
 
 
 @apart(only_fake=True)
-def test_memory_without_a_handle_type_is_refused_in_the_engine(cuda: Cuda, _other: Beside) -> None:
+def test_memory_without_a_handle_type_is_refused_in_the_engine(cuda: Cuda) -> None:
     cuda.start()
-    with pytest.raises(SegmentError, match="requested no handle type.*POSIX_FILE_DESCRIPTOR"):
+    with pytest.raises(SegmentError, match=r"requested no handle type.*POSIX_FILE_DESCRIPTOR"):
         GpuMemory(0, cuda.map_new(PAGE, handle_types=0), PAGE)
 
 
@@ -193,7 +196,7 @@ def _lose_gpu_of(role: str) -> None:
 
 
 async def _hand_over_while_lost(source: GpuEngine, target: GpuEngine, loser: AgentProcess) -> None:
-    world = fake.World(Path(os.environ["FAKE_CUDA_WORLD"]).parent)
+    world = fake.World(Path(os.environ["FAKE_CUDA_WORLD"]))
     content, pid, data_pid = source.fill(seed=1), loser.pid, loser.data_pid
     tickets = [
         (await source.link.offer(name, num_tokens=ALL_TOKENS, block_ids=ALL_BLOCKS)).ticket
@@ -211,17 +214,17 @@ async def _hand_over_while_lost(source: GpuEngine, target: GpuEngine, loser: Age
 
 
 @apart(kernels=KERNELS)
-def test_a_lost_gpu_of_a_prefill_agent_costs_no_offer(_cuda: Cuda, _other: Beside) -> None:
+def test_a_lost_gpu_of_a_prefill_agent_costs_no_offer() -> None:
     _lose_gpu_of("prefill")
 
 
 @apart(kernels=KERNELS)
-def test_a_lost_gpu_of_a_decode_agent_costs_no_fetch(_cuda: Cuda, _other: Beside) -> None:
+def test_a_lost_gpu_of_a_decode_agent_costs_no_fetch() -> None:
     _lose_gpu_of("decode")
 
 
 @apart(kernels=KERNELS, context=CONTEXT_BYTES)
-def test_the_status_has_the_memory_that_a_context_takes(_cuda: Cuda, _other: Beside) -> None:
+def test_the_status_has_the_memory_that_a_context_takes() -> None:
     async def run() -> None:
         with agents_here() as agents:
             agent = agents.prepare("prefill")
