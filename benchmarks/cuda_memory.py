@@ -131,8 +131,10 @@ async def hand_off(
     async with links[0] as prefill, links[1] as decode:
         taken = []
         for number in range(REPEATS + 1):
-            prefill.record()
-            offer = await prefill.offer(str(number), num_tokens=num_tokens, block_ids=blocks)
+            after = prefill.record()
+            offer = await prefill.offer(
+                str(number), num_tokens=num_tokens, block_ids=blocks, after=after
+            )
             began = time.perf_counter()
             fetch = decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
             await fetch.ended
