@@ -25,7 +25,6 @@ LET_NICS_READ = (
     "modules, which have DMA-BUF; see that UCX_TLS leaves UCX its CUDA and RDMA transports. "
     "kvbus doctor measures it."
 )
-TARGET_ENDS_WITHIN_S = 1.0
 MAX_REASON_LETTERS = 300
 _LOGGED = {
     "NIXL_LOG_LEVEL": "ERROR",
@@ -112,16 +111,23 @@ async def run_pair(
 
 
 async def _result(target: "_Process", reader: "_Process", limit_s: float) -> PairResult:
-    with anyio.move_on_after(limit_s) as within:
-        status = await reader.child.ended()
-    if within.cancelled_caught:
+    """The first process that fails is the cause."""
+    decisive: list[_Process] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def watch(one: _Process) -> None:
+            if await one.child.ended() or one is reader:
+                decisive.append(one)
+                tasks.cancel_scope.cancel()
+
+        tasks.cancel_scope.deadline = anyio.current_time() + limit_s
+        for process in (target, reader):
+            tasks.start_soon(watch, process)
+    if not decisive:
         return PairResult("", reader.log, f"no answer within {limit_s:.3g} s")
-    if not status:
-        return PairResult(reader.answer, reader.log, "")
-    with anyio.move_on_after(TARGET_ENDS_WITHIN_S):  # its socket is closed
-        if await target.child.ended():
-            return _failed(target)
-    return _failed(reader)
+    if decisive[0].child.process.returncode:
+        return _failed(decisive[0])
+    return PairResult(reader.answer, reader.log, "")
 
 
 class _Process:

@@ -106,15 +106,13 @@ def sharing_findings(report: GpuReport, *, in_container: bool) -> Iterator[Findi
 
 
 def _gpus_finding(report: GpuReport) -> Finding:
-    names = ", ".join(
-        f"{one.model} {one.name}, {bytes_text(one.size_bytes)}" for one in report.gpus
-    )
+    seen = [f"{one.model} {one.name}, {bytes_text(one.size_bytes)}" for one in report.gpus]
     version = f"driver {_driver_version() or '?'}, CUDA {report.cuda_version}"
     is_mig = any(one.name.startswith("MIG-") for one in report.gpus)
     return Finding(
         "cuda.gpus",
         NOTE if is_mig else OK,
-        f"{names} ({version})",
+        f"{'; '.join(seen)} ({version})",
         {
             "driver": _driver_version(),
             "cuda": report.cuda_version,
