@@ -49,7 +49,7 @@ def fake_cuda_env(
     """``env`` for a process that is to see the fake driver.
 
     Kernels are CUDA C++, of which the driver runs a host build. Settings are the variables of the
-    driver without their prefix: gpus, memory, mig, nvlinks, version, faults.
+    driver without their prefix: gpus, memory, context, mig, nvlinks, version, faults.
     """
     path = [str(libraries(old_driver=old_driver)), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     added = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
