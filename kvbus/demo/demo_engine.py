@@ -36,7 +36,8 @@ class DemoEngine:
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
         self._setup, self._engine, self._tasks = setup, engine, tasks
-        self._model, self._kv = Transformer(setup.spec), PagedKV.of(engine.caches)
+        self._model = Transformer(setup.spec, device=setup.device)
+        self._kv = PagedKV.of(engine.caches)
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
         self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass], Pass | None]] = {}
@@ -171,6 +172,7 @@ async def main(setup: EngineSetup) -> None:
         setup.layout,
         num_blocks=setup.num_blocks,
         ring_blocks=setup.ring_blocks,
+        device=setup.device,
         attach_timeout_s=PATIENCE_S,
         wait_s=PATIENCE_S,
     )
