@@ -25,6 +25,8 @@ from kvbus.geometry import slot_bytes
 from kvbus.planning import Runs
 
 WIPES = Turn(owner="wipe")
+GPU_PART_BYTES = 256 << 20
+"""A GPU copies this in about 0.2 ms, or 1 ms over NVLink; to start and await it takes 30 us."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,5 +105,6 @@ def _cut(runs: Runs, plan: PreparedPlan, copiers: Copiers, most: int) -> Iterabl
         plan.copy(some)
         return some.num_bytes
 
+    most = most if plan.is_on_host else GPU_PART_BYTES
     part_bytes = copiers.part_bytes(runs.num_bytes, most=most)
     return [partial(part, some) for some in runs.cut(part_bytes)]

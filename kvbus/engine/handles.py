@@ -8,8 +8,15 @@ from kvbus.engine.fetches import Fetches, FetchRequest
 from kvbus.engine.later import Completion, Handle, Runner
 from kvbus.engine.messages import BlockIds, end_of, tables_of
 from kvbus.engine.offers import Change, OfferRequest, Offers
-from kvbus.errors import KVBusError
-from kvbus.protocol.engine import ExtendOffer, Fetched, Outcome, SealOffer, WithdrawOffer
+from kvbus.errors import KVBusError, LocalError
+from kvbus.protocol.engine import (
+    NUM_SEQUENCE_WORDS,
+    ExtendOffer,
+    Fetched,
+    Outcome,
+    SealOffer,
+    WithdrawOffer,
+)
 from kvbus.protocol.ticket import packed_tables
 
 
@@ -30,6 +37,7 @@ class Offer(Handle):
         self.made: Completion[dict[str, Any]] = state.made
         self.ended: Completion[Outcome] = state.ended
         self._ends = {group: end_of(table) for group, table in state.message.tables.items()}
+        self._after = state.message.after
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -65,19 +73,22 @@ class Offer(Handle):
         block_ids: BlockIds | None = None,
         *,
         first_blocks: Mapping[str, int] | None = None,
+        after: int = 0,
     ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids
-        that are not unsigned 32-bit integers.
+        ``first_blocks`` is the start of groups without a table; ``after`` is as in `Link.offer`,
+        of the same stream. Raises `GeometryError` for ids that are not unsigned 32-bit integers.
         """
+        self._check_stream(after)
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= {group: end_of(table) for group, table in tables.items()}
-        return self._change(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
+        return self._change(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables, after))
 
-    def seal(self) -> Completion[None]:
+    def seal(self, *, after: int = 0) -> Completion[None]:
         """Report that all tokens are ready."""
-        return self._change(SealOffer)
+        self._check_stream(after)
+        return self._change(lambda offer_id: SealOffer(offer_id, after))
 
     def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted; `ended` follows."""
@@ -101,6 +112,15 @@ class Offer(Handle):
             return ticket
         blocks = packed_tables(tables_of(block_ids, first_blocks), max_blocks=max_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
+
+    # If the agent restarts, it gets all tokens with one number, the largest.
+    def _check_stream(self, after: int) -> None:
+        if after and self._after and (after - self._after) % NUM_SEQUENCE_WORDS:
+            raise LocalError(
+                f"the numbers {self._after} and {after} are of two streams: an offer's numbers are "
+                f"equal modulo {NUM_SEQUENCE_WORDS}"
+            )
+        self._after = max(after, self._after)
 
     def _change(self, make: Change) -> Completion[None]:
         done: Completion[None] = Completion(self._runner)

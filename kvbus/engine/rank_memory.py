@@ -25,12 +25,12 @@ from kvbus.geometry import (
     lay_out_rank,
     validate_rank,
 )
-from kvbus.memory.cuda import GpuAllocation
+from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.memory.segment import HugePages, SharedSegment, shmem_policy
 
 log = logging.getLogger("kvbus.engine")
 
-Storage = SharedStorage | CudaStorage | SharedSegment | GpuAllocation
+Storage = SharedStorage | CudaStorage | SharedSegment | GpuAllocation | GpuMemory
 Place = tuple[int | str, str] | tuple[int, str] | tuple[str, str] | int | str
 """A layer, or a group for all of its layers; with one part, or for all."""
 P = TypeVar("P", bound=Place)

@@ -151,7 +151,7 @@ def is_context_lost(ordinal: int) -> bool:
     """Return whether all CUDA calls of this process fail from now on, as after a fault."""
     try:
         with driver.on_gpu(ordinal):
-            driver.call("cuCtxSynchronize")
+            driver.synchronize_all()
     except SegmentError:
         return True
     return False

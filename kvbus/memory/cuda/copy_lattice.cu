@@ -30,17 +30,13 @@ static __device__ void copy(const long long *offsets, Shape shape, unsigned num_
     }
 }
 
-#define KERNEL(bytes, Word)                                                                         \
-    extern "C" __global__ void kvbus_copy_##bytes(                                                  \
-        const long long *offsets, unsigned outer, unsigned units, unsigned inner,                   \
-        unsigned run_words, unsigned num_words)                                           \
-    {                                                                                               \
-        const Shape shape = {outer, units, inner, run_words};                                       \
-        copy<Word>(offsets, shape, num_words);                                                      \
-    }
+#define PARAMETERS                                                                                  \
+    const long long *offsets, unsigned outer, unsigned units, unsigned inner, unsigned run_words,   \
+        unsigned num_words
+#define COPY(Word) copy<Word>(offsets, {outer, units, inner, run_words}, num_words)
 
-KERNEL(16, uint4)
-KERNEL(8, unsigned long long)
-KERNEL(4, unsigned)
-KERNEL(2, unsigned short)
-KERNEL(1, unsigned char)
+extern "C" __global__ void kvbus_copy_16(PARAMETERS) { COPY(uint4); }
+extern "C" __global__ void kvbus_copy_8(PARAMETERS) { COPY(unsigned long long); }
+extern "C" __global__ void kvbus_copy_4(PARAMETERS) { COPY(unsigned); }
+extern "C" __global__ void kvbus_copy_2(PARAMETERS) { COPY(unsigned short); }
+extern "C" __global__ void kvbus_copy_1(PARAMETERS) { COPY(unsigned char); }

@@ -23,7 +23,7 @@ _RECOMMENDED = 1
 
 BUFFER_ID, RANGE_SIZE, RANGE_START = 7, 12, 11
 MAPPING_SIZE, MAPPING_BASE = 18, 19
-USES_HOST_POINTERS, NUM_PROCESSORS = 91, 16
+NUM_PROCESSORS, STREAMS_WRITE_64_BITS = 16, 122
 
 
 class _IpcHandle(ctypes.Structure):
@@ -315,6 +315,16 @@ def copy_async(target: int, source: int, size_bytes: int, stream: int) -> None:
     """Each side is GPU memory or host memory; only pinned host memory is copied in parallel."""
     sides = ctypes.c_uint64(target), ctypes.c_uint64(source)
     call("cuMemcpyAsync", *sides, ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
+
+
+def synchronize_all() -> None:
+    call("cuCtxSynchronize")
+
+
+def write_value(address: int, value: int, stream: int) -> None:
+    """Write 8 bytes behind the work so far, whose own writes are visible first."""
+    at, number = ctypes.c_uint64(address), ctypes.c_uint64(value)
+    call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), at, number, ctypes.c_uint(0))
 
 
 def zero_async(address: int, size_bytes: int, stream: int) -> None:

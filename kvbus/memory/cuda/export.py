@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from kvbus.errors import SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.gpus import check_ordinal, gpu_uuid
+from kvbus.memory.cuda.slots import VramMemory
 from kvbus.memory.gpu_source import GpuSource
-from kvbus.memory.mapping import OwnedMemory
 
 ADVICE = (
     "Start the engine with PYTORCH_CUDA_ALLOC_CONF=backend:native; memory that is mapped in parts "
@@ -25,7 +25,10 @@ Exported = tuple[GpuSource, list[int]]
 
 
 class GpuMemory:
-    """GPU memory of this process, at ``address``. Raises `SegmentError` if it cannot be shared."""
+    """An engine's own GPU memory at ``address``. Raises `SegmentError` if it cannot be shared.
+
+    The engine must not free it while an agent has it.
+    """
 
     def __init__(self, ordinal: int, address: int, size_bytes: int) -> None:
         check_ordinal(ordinal)
@@ -33,6 +36,9 @@ class GpuMemory:
         self.device = gpu_uuid(ordinal)
         with self.exported():
             pass
+
+    def close(self) -> None:
+        """Do nothing: the engine frees it."""
 
     @contextmanager
     def exported(self) -> Iterator[Exported]:
@@ -104,31 +110,26 @@ def _mapping_of(address: int) -> tuple[int, int]:
     return found
 
 
-class GpuAllocation(OwnedMemory):
-    """Zeroed memory of this process on a GPU, which an agent can open. Raises `SegmentError`.
+class GpuAllocation(VramMemory):
+    """Zeroed memory on a GPU, which an agent can open. Raises `SegmentError`.
 
-    Close it after the agent has: until then CUDA must not free the memory.
+    torch makes views by its array interface, which keep it alive. CUDA frees it with the last one.
     """
 
     def __init__(self, size_bytes: int, ordinal: int) -> None:
         check_ordinal(ordinal)
+        try:
+            super().__init__(size_bytes, ordinal)
+        except SegmentError as error:
+            raise SegmentError(
+                f"cannot allocate {size_bytes} bytes on cuda:{ordinal}: {error.message}",
+                size_bytes=size_bytes,
+            ) from error
         self.size_bytes = size_bytes
-        with driver.on_gpu(ordinal):
-            try:
-                address = driver.allocate(size_bytes)
-            except SegmentError as error:
-                raise SegmentError(
-                    f"cannot allocate {size_bytes} bytes on cuda:{ordinal}: {error.message}",
-                    size_bytes=size_bytes,
-                ) from error
-            self.address, self.closed = address, False
-            driver.zero_async(address, size_bytes, stream=0)
-            driver.synchronize(stream=0)
-        self.memory = GpuMemory(ordinal, address, size_bytes)
+        self.memory = GpuMemory(ordinal, self.address, size_bytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """torch and other libraries make views by this; they do not keep the memory alive."""
         return {
             "version": 3,
             "typestr": "|u1",
@@ -138,8 +139,4 @@ class GpuAllocation(OwnedMemory):
         }
 
     def close(self) -> None:
-        """Idempotent; no view may be used any more."""
-        if not self.closed:
-            self.closed = True
-            with driver.on_gpu(self.memory.ordinal):
-                driver.free(self.address)
+        """Do nothing: CUDA frees it with its last view."""

@@ -20,7 +20,7 @@ class PinnedMemory(HostMemory):
 
 
 class VramMemory:
-    """Zeroed memory of a GPU, freed when it is collected."""
+    """Zeroed memory on a GPU, freed when it is collected."""
 
     def __init__(self, size_bytes: int, ordinal: int) -> None:
         self.ordinal = ordinal

@@ -154,6 +154,7 @@ class PartClient:
             priority=request.priority,
             traceparent=request.traceparent,
             origin=_origin(requested, other, request.repeated),
+            after=request.after,
         )
 
     def _left_s(self, requested: ev.Requested) -> float:

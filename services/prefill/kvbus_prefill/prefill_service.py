@@ -88,9 +88,9 @@ class PrefillService(Service):
 
     def engine_handlers(self) -> Handlers:
         return {
-            MakeOffer: self._open,
-            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
-            Republished: self._end_republishing,
+            MakeOffer: self._open_in_order,
+            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
+            Republished: self._republished_in_order,
         }
 
     def peer_handlers(self) -> Handlers:
@@ -112,6 +112,7 @@ class PrefillService(Service):
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
+        self.ordering.end_engine(engine)
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
         if not any(other.ready for other in self._agent.engines.engines.values()):
@@ -134,6 +135,7 @@ class PrefillService(Service):
         await anyio.sleep(self._config.late_read_s)
 
     def stop(self) -> None:
+        self.ordering.close()
         self._packing.stop()
         self._driver.dispatch(Stopped())
         self._driver.stop()
@@ -145,6 +147,7 @@ class PrefillService(Service):
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
+            "parked": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -183,6 +186,11 @@ class PrefillService(Service):
         if awaits and self._table.may_be_published(request):
             raise _not_ready()
         self._forward(request, call)
+
+    def _republished_in_order(self, message: Republished, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        end = partial(self._end_republishing, message, call)
+        self.ordering.submit_last(engine, call, end)
 
     def _end_republishing(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -302,6 +310,19 @@ class PrefillService(Service):
                 "request does it then",
                 code=ErrorCode.FORBIDDEN,
             )
+
+    def _open_in_order(self, offer: MakeOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        about, make = offer.offer_id or call, partial(self._open, offer, call)
+        self.ordering.submit(engine, about, call, make, after=offer.after)
+
+    def _change_in_order(
+        self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call
+    ) -> None:
+        engine = self._agent.engines.engine_of(call)
+        after = 0 if isinstance(message, WithdrawOffer) else message.after
+        change = partial(self._change, message, call)
+        self.ordering.submit(engine, message.offer_id, call, change, after=after)
 
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

@@ -42,16 +42,17 @@ async def test_late_writes_are_sent_and_late_zeros_spare_arrivals(
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(source.view(layer, part)).fill_(1000 + layer + turn)
-            prefill.record()
-        offer = await prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+            after = prefill.record()
+        offering = prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS, after=after)
         with torch.cuda.stream(streams[1]):
             torch.cuda._sleep(2 * LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(target.view(layer, part)).zero_()
-            decode.record(streams[1])
+            after = decode.record(stream=streams[1])
         still_busy = not streams[0].query() and not streams[1].query()
-        fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+        offer = await offering
+        fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS, after=after)
         await fetch.ended
         found = {
             layer: set(bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].flatten().tolist())

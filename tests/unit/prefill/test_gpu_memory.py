@@ -76,6 +76,6 @@ async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) ->
 @needs_no_gpu
 async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: PrefillAgent) -> None:
     async with agent.engine() as source:
-        for device, words in (("cuda:0", "NVIDIA driver"), ("meta", "no agent can open memory of meta")):
+        for device, words in (("cuda:0", "NVIDIA driver"), ("meta", "no agent can open memory")):
             with pytest.raises(SegmentError, match=words):
                 RankMemory.allocate(source.spec, 0, NHD, num_blocks=4, device=device)
