@@ -240,25 +240,26 @@ class Generation:
 
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
-    ) -> Iterator[tuple[int, Step]]:
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of tokens after each pass, and logits; a GPU may still compute them."""
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
             tokens = prompt[start : start + stride]
-            yield start + len(tokens), self._step(tokens, start)
+            yield start + len(tokens), self._logits(tokens, start)
 
     def decode(self, token: int, position: int, num_steps: int = 1) -> list[Step]:
         steps: list[Step] = []
         for number in range(num_steps):
-            steps.append(self._step([token], position + number))
+            steps.append(greedy(self._logits([token], position + number)))
             token = steps[-1].token
         return steps
 
-    def _step(self, tokens: Sequence[int], start: int) -> Step:
-        return greedy(self.model.logits(tokens, self.kv, self.tables, start=start))
+    def _logits(self, tokens: Sequence[int], start: int) -> Tensor:
+        return self.model.logits(tokens, self.kv, self.tables, start=start)
 
 
 def greedy(logits: Tensor) -> Step:
-    """Return the lowest of equally likely tokens."""
+    """Return the lowest of equally likely tokens; wait for the GPU."""
     found = logits.cpu()
     digest = blake2b(found.numpy().astype("<f4").tobytes(), digest_size=16)
     return Step(token=int(found.argmax()), digest=digest.hexdigest())
@@ -282,7 +283,8 @@ def generate_alone(
     table = BlockTable.of(range(num_blocks))
     tables = {group.name: table for group in model.spec.groups}
     kv = PagedKV.private(model.spec, num_blocks, model.device)
-    *_, (_, first) = Generation(model, kv, tables).prefill(prompt, tokens_per_pass)
+    *_, (_, logits) = Generation(model, kv, tables).prefill(prompt, tokens_per_pass)
+    first = greedy(logits)
     decoder = decoder or model
     alone = Generation(decoder, kv.on(decoder.device), tables)
     return [first, *alone.decode(first.token, len(prompt), max_new_tokens - 1)]

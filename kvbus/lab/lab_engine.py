@@ -234,14 +234,15 @@ class Offered:
     def ended(self) -> Completion[Outcome]:
         return self.offer.ended
 
-    async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
+    async def extend(self, num_tokens: int, block_ids: BlockIds, *, after: int = 0) -> None:
+        """The copy of a ring waits for the device itself, not for ``after``."""
         self.ready_s = time.monotonic()
         if isinstance(self.offer, HostOffer):
             given = {name: ids for name, ids in block_ids.items() if np.size(ids)}
             self.states |= {name: given[name] for name in self.states.keys() & given.keys()}
             await self.offer.save(num_tokens, {**block_ids, **self.states})
         else:
-            await self.offer.extend(num_tokens, block_ids)
+            await self.offer.extend(num_tokens, block_ids, after=after)
 
     async def seal(self) -> None:
         await self.offer.seal()

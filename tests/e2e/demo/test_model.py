@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone
+from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone, greedy
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.spec_text import ModelFields, read_fields
 from tests.support.examples import num_examples
@@ -43,8 +43,8 @@ class Request:
         self.generation = Generation(model, self.kv, self.tables)
 
     def prefill(self, prompt: list[int] = PROMPT, tokens_per_pass: int | None = None) -> Any:
-        *_, (_, step) = self.generation.prefill(prompt, tokens_per_pass)
-        return step
+        *_, (_, logits) = self.generation.prefill(prompt, tokens_per_pass)
+        return greedy(logits)
 
     def decode(self, first: Any) -> list[Any]:
         return [first, *self.generation.decode(first.token, len(PROMPT), NUM_STEPS)]
