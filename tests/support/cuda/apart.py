@@ -13,7 +13,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -119,16 +118,9 @@ def until(is_so: Callable[[], bool]) -> None:
 def main() -> None:
     """Run a body, as an argument names it; its stdin is the socket of the other one."""
     _, driver, module, name = sys.argv
-    status = 1
-    try:
-        if driver != "card":
-            load(old_driver=driver == "old")
-        found = getattr(importlib.import_module(module), name)
-        body = getattr(found, "body", found)
-        given = Cuda(), Beside(socket.socket(fileno=os.dup(0)))
-        body(*given[: body.__code__.co_argcount])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
+    if driver != "card":
+        load(old_driver=driver == "old")
+    found = getattr(importlib.import_module(module), name)
+    body = getattr(found, "body", found)
+    given = Cuda(), Beside(socket.socket(fileno=os.dup(0)))
+    body(*given[: body.__code__.co_argcount])

@@ -11,11 +11,7 @@
 #include <unistd.h>
 
 namespace {
-#ifdef OLD_DRIVER
-constexpr int VERSION = 12020;
-#else
 constexpr int VERSION = 13000;
-#endif
 
 std::mutex &init_mutex = *new std::mutex;
 std::mutex &context_mutex = *new std::mutex;
