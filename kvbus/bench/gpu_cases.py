@@ -38,7 +38,7 @@ from kvbus.memory.cuda import PinnedMemory, VramMemory, driver
 from kvbus.spec_text import gpu_number
 
 MAX_BYTES, SHARE_OF_FREE = 2 << 30, 10
-"""Of a handoff. Three caches of twice the bytes, and two buffers, are on the GPU."""
+"""The limit of a handoff: three caches of twice its bytes, and two buffers, are on the GPU."""
 NUM_SMALL = 1000
 
 DEVICE_COPY, TO_HOST, TO_GPU = "device copy", "pinned copy to host", "pinned copy to GPU"
