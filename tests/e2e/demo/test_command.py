@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.demo.options import DemoOptions, Step
 from kvbus.demo.report import DemoReport, Served
+from kvbus.errors import ConfigError
 from tests.support.cuda import fake_cuda_env
 
 
@@ -96,3 +97,25 @@ def test_a_machine_without_a_driver_is_named_at_the_start() -> None:
 
     assert result.exit_code == 2
     assert "device=cuda: this process finds no NVIDIA driver" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "shown"),
+    [
+        ("", "cpu", "layout=NHD tp=1 pp=1 block=16"),
+        ("device=cpu", "cpu", "layout=NHD tp=1 pp=1 block=16"),
+        ("tp=2 device=cuda", "cuda", "layout=NHD tp=2 pp=1 block=16 device=cuda"),
+        ("device=cuda:11", "cuda:11", "layout=NHD tp=1 pp=1 block=16 device=cuda:11"),
+    ],
+)
+def test_device_of_an_engine_is_the_cpu_unless_given(text: str, device: str, shown: str) -> None:
+    side = DemoOptions(prefill=text).sides["prefill"]
+
+    assert side.device == device
+    assert str(side) == shown
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1:2", "CUDA"])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="--decode: "):
+        DemoOptions(decode=f"device={device}")
