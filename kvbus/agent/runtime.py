@@ -223,7 +223,7 @@ class Runtime:
             bus_errors=bus_errors,
             data=data,
             data_plane=DataPlane(interfaces, data),
-            processes=ProcessReport(data),
+            processes=ProcessReport(data, staging),
             staging=staging,
             folder=config.runtime_path,
             identity=identity,
@@ -453,12 +453,9 @@ def _staging(config: AgentConfig, data: DataProcess, interfaces: tuple[str, ...]
         staging_bytes=config.staging_bytes,
         slot_bytes=config.slot_bytes,
         only=config.exposure == "staging",
-        nic_reads_gpu=_puts_slots_on_gpu(config, interfaces),
+        nic_reads_gpu=config.gpu_slots == "auto" and has_rdma(interfaces),
+        on_gpu=config.gpu_slots == "gpu",
     )
-
-
-def _puts_slots_on_gpu(config: AgentConfig, interfaces: tuple[str, ...]) -> bool:
-    return has_rdma(interfaces) if config.gpu_slots == "auto" else config.gpu_slots == "gpu"
 
 
 def _is_before(loop: asyncio.AbstractEventLoop, when: float) -> bool:

@@ -133,6 +133,7 @@ class Segments:
         if len(fds) != len(segment.parts):
             raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
         source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
+        source.check_kind()
         known = self.passed.get(segment.segment_id)
         if isinstance(known, PassedGpuMemory) and segment.parts:
             self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))

@@ -14,8 +14,8 @@ import msgspec
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.data_plane import choose_interfaces, nixl_environment
-from kvbus.data.messages import UCX_ONLY
-from kvbus.doctor.data_plane import measure_read
+from kvbus.agent.probe import measure_read
+from kvbus.data.messages import HOST, UCX_ONLY
 from kvbus.doctor.finding import ERROR, OK, WARNING, Finding
 from kvbus.errors import ConfigError, KVBusError, leaves
 from kvbus.lab.process import engine_process, run_program, serve
@@ -96,8 +96,9 @@ def _check_read(
     except ConfigError:  # the family `agents` reports it
         env = {}
     with waiting_for(f"a NIXL READ with the backend {name}"):
-        read = measure_read(limit_s, env, {name: parameters})
-    rate, error = read.answer or 0.0, read.failure
+        measure = partial(measure_read, HOST, limit_s=limit_s, backends={name: parameters}, env=env)
+        read = anyio.run(measure)
+    rate, error = read.bytes_per_s, read.error
     return Finding(
         f"nixl.read.{name}",
         OK if rate else ERROR,

@@ -22,7 +22,7 @@ from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_me
 from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
-from kvbus.engine.sequence import Recorder
+from kvbus.engine.sequence import PageName, Recorder
 from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
@@ -323,6 +323,11 @@ class Link:
         Raises `LocalError` for a link without memory, and `SegmentError` if CUDA fails.
         """
         return self._recorder.record(number, stream)
+
+    @property
+    def sequence_pages(self) -> tuple[PageName, ...]:
+        """The pages that `record` writes, for a scheduler that wants to read them."""
+        return self._recorder.names
 
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger
