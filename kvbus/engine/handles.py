@@ -9,7 +9,14 @@ from kvbus.engine.later import Completion, Handle, Runner
 from kvbus.engine.messages import BlockIds, end_of, tables_of
 from kvbus.engine.offers import Change, OfferRequest, Offers
 from kvbus.errors import KVBusError
-from kvbus.protocol.engine import ExtendOffer, Fetched, Outcome, SealOffer, WithdrawOffer
+from kvbus.protocol.engine import (
+    ExtendOffer,
+    Fetched,
+    Outcome,
+    ParkOffer,
+    SealOffer,
+    WithdrawOffer,
+)
 from kvbus.protocol.ticket import packed_tables
 
 
@@ -78,6 +85,14 @@ class Offer(Handle):
     def seal(self) -> Completion[None]:
         """Report that all tokens are ready."""
         return self._change(SealOffer)
+
+    def park(self) -> Completion[None]:
+        """Move the offer into the agent's memory, soon after its seal; `ended` is ``parked`` then.
+
+        It stays where it is while a reader reads it, or the pool is full. Raises ``config`` if the
+        agent has no pool; the offer goes on.
+        """
+        return self._change(ParkOffer)
 
     def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted; `ended` follows."""

@@ -13,3 +13,4 @@ from kvbus.memory.cuda.gpus import seen_gpus as seen_gpus
 from kvbus.memory.cuda.mapping import CudaMapping as CudaMapping
 from kvbus.memory.cuda.slots import PinnedMemory as PinnedMemory
 from kvbus.memory.cuda.slots import VramMemory as VramMemory
+from kvbus.memory.cuda.slots import pin_for as pin_for
