@@ -84,6 +84,11 @@ class OfferRequest(PendingRequest[MakeOffer]):
         return self.reply.offer_id
 
     @property
+    def is_parked(self) -> bool:
+        ended = self.ended
+        return ended.done() and ended.exception() is None and ended.result() is Outcome.PARKED
+
+    @property
     def is_refused(self) -> bool:
         return self.made.done() and not self.offer_id
 
@@ -290,6 +295,8 @@ class Offers(RequestRetrier[OfferRequest]):
         offer.is_park_wanted |= isinstance(message, ParkOffer)
         if offer.ended.done() and isinstance(message, WithdrawOffer | ParkOffer):
             done.settle(None)
+            if is_end and offer.is_parked and offer.connection is self.connection:
+                self._end_parked(message)
         elif offer.connection is not None:
             offer.add(message)
             on_reply = partial(self._on_changed, offer, message, done)
@@ -307,6 +314,12 @@ class Offers(RequestRetrier[OfferRequest]):
         else:
             offer.add(message)  # `_begin` repeats a wish to park
             offer.unanswered.append(done)
+
+    def _end_parked(self, message: Request[Empty]) -> None:
+        """End a parked offer, which no reader will read; its time to live ends it otherwise."""
+        if self.connection is not None:
+            with suppress(KVBusError):
+                self.connection.send(message, lambda _: None)
 
     def _on_changed(
         self,

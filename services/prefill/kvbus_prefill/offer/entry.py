@@ -318,7 +318,7 @@ class OfferEntry:
             token=lease.token,
             lease_s=max(lease.expires_at - at.now, 1e-6),
             num_tokens=self.num_tokens,
-            sealed=self.state is OfferState.SEALED,
+            sealed=self.state is not OfferState.OPEN,
             tables={
                 group: _after(table, known_blocks.get(group, 0))
                 for group, table in self.tables.items()
