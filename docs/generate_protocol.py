@@ -64,6 +64,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         tools.PeerView,
         tools.Fault,
         tools.ProcessStatus,
+        tools.PoolStatus,
         tools.Span,
         tools.OtherAgent,
     ),

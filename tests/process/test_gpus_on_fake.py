@@ -23,7 +23,9 @@ NUM_PASSED = {"copying": 3, "ends": 6, "handoffs": 34, "ordering": 2}
 @pytest.mark.parametrize("name", NUM_PASSED)
 def test_gpu_tests_pass_on_the_fake_driver(name: str, tmp_path: Path) -> None:
     assert {f"test_{one}.py" for one in NUM_PASSED} == {one.name for one in FOLDER.glob("test_*")}
-    env = fake_cuda_env(kernels=[KERNELS], world=World(tmp_path / "world"), env={**os.environ, MARK: "1"})
+    env = fake_cuda_env(
+        kernels=[KERNELS], world=World(tmp_path / "world"), env={**os.environ, MARK: "1"}
+    )
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout", "120"]
     command = [sys.executable, "-m", "pytest", *options, str(FOLDER / f"test_{name}.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

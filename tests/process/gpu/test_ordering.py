@@ -50,9 +50,7 @@ class SlowEngine:
 
     def content(self) -> set[int]:
         self.finish()
-        return set(
-            tensor_at(self._storage.address, self._storage.size_bytes).cpu().tolist()
-        )
+        return set(tensor_at(self._storage.address, self._storage.size_bytes).cpu().tolist())
 
 
 @pytest.mark.parametrize("path", ["auto", "packed"])
