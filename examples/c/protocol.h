@@ -15,7 +15,7 @@ enum {
 #define KVBUS_OP_HELLO "hello"
 /* segment_id, size_bytes, [direct], [kind] -> sealed */
 #define KVBUS_OP_SEGMENT "segment"
-/* segment_id, device, handle, offset_bytes, size_bytes -> nothing */
+/* segment_id, device, size_bytes, offset_bytes, [handle], [parts] -> nothing */
 #define KVBUS_OP_CUDA "cuda"
 
 /* Engine socket, of all agents: requests and replies */

@@ -104,7 +104,7 @@ class EngineDirectory:
             answer = await segments.take(segment, fds)
         else:
             cuda, segments = from_body(PassCuda, body), self._segments_of(connection)
-            answer = await segments.take_cuda(cuda)
+            answer = await segments.take_cuda(cuda, fds)
         return to_body(answer)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:

@@ -26,6 +26,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
 from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, SequencePage, do_all
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
@@ -37,7 +38,7 @@ from kvbus.protocol.message import Empty
 MAX_PROCESS_SEGMENTS = 4096
 PAGES = {"cells": CELLS_BYTES, "sequence": SEQUENCE_BYTES}
 
-Passed = PassedFile | PassCuda
+Passed = PassedFile | PassedGpuMemory
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -128,12 +129,22 @@ class Segments:
         elif passed.sealed and swap_word is not None:
             self.cells = CellsPage(passed)
 
-    async def take_cuda(self, segment: PassCuda) -> Empty:
+    async def take_cuda(self, segment: PassCuda, fds: list[int]) -> Empty:
+        if len(fds) != len(segment.parts):
+            raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
+        source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
+        known = self.passed.get(segment.segment_id)
+        if isinstance(known, PassedGpuMemory) and segment.parts:
+            self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))
+            known.add(source, segment.size_bytes, fds)
+            fds.clear()  # they are the segment's
+            return Empty()
         self._check_new(segment.segment_id, segment.device)
         await self._staging.make(segment.device)
         self._check_new(segment.segment_id, segment.device)  # another may have come meanwhile
         self._device, self.direct = segment.device, False
-        self.passed[segment.segment_id] = segment
+        self.passed[segment.segment_id] = PassedGpuMemory(source, segment.size_bytes, fds)
+        fds.clear()
         return Empty()
 
     async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
@@ -142,7 +153,6 @@ class Segments:
         self._check_passed(rank)
         number = self._data.new_number()
         names = [segment.segment_id for segment in rank.segments]
-        files = [one for one in map(self.passed.get, names) if isinstance(one, PassedFile)]
         add = wire.AddMemory(
             memory=number,
             engine=engine,
@@ -150,7 +160,7 @@ class Segments:
             segments=tuple(_part(name, self.passed[name]) for name in names),
             direct=self.direct,
         )
-        remove, fds = wire.RemoveMemory(memory=number), [one.fd for one in files]
+        remove, fds = wire.RemoveMemory(memory=number), self.fds_of(names)
         defined = Defined(add, remove, fds=fds)
         memory = RegisteredRank(
             engine=engine,
@@ -166,6 +176,12 @@ class Segments:
         self._memories.append(memory)
         await self._data.define(defined)
         return memory
+
+    def fds_of(self, names: Iterable[str]) -> list[int]:
+        fds: list[int] = []
+        for passed in (self.passed[name] for name in names):
+            fds += [passed.fd] if isinstance(passed, PassedFile) else passed.fds
+        return fds
 
     async def check(self) -> None:
         """Raise the error of a restarted data process that cannot map the memory."""
@@ -221,10 +237,9 @@ class Segments:
                 await self._data.discard(memory.defined)
             except KVBusError as error:
                 failures.append(error)
-        files = [one for one in self.passed.values() if isinstance(one, PassedFile)]
         pages = [one for one in (self.cells, self.sequence) if one is not None]
         watched = [mapping.address for mapping in self._mapped.values()]
-        ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *pages, *files]
+        ones: list[MappedFile | Passed] = [*self._mapped.values(), *pages, *self.passed.values()]
         try:  # a plan may contain the addresses, so they live as long as this object
             await in_thread(do_all, [one.close for one in ones])
         finally:
@@ -240,13 +255,7 @@ class Segments:
     def _check_new(self, segment_id: str, device: str | None) -> None:
         if self._is_discarded:
             raise _ended()
-        if len(self.passed) >= MAX_PROCESS_SEGMENTS:
-            raise SegmentError(
-                f"this process has passed {MAX_PROCESS_SEGMENTS} segments, which is the limit: "
-                "pass fewer and larger ones",
-                code=ErrorCode.BUSY,
-                limit=MAX_PROCESS_SEGMENTS,
-            )
+        self._check_room(f"'{segment_id}'", len(self.passed) + 1)
         if segment_id in self.passed:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
         if device is not None and self._device not in (None, device):
@@ -256,10 +265,20 @@ class Segments:
                 segment_id=segment_id,
             )
 
+    def _check_room(self, what: str, number: int) -> None:
+        if number > MAX_PROCESS_SEGMENTS:
+            raise SegmentError(
+                f"{what} exceeds the limit of {MAX_PROCESS_SEGMENTS} segments of a process, and of "
+                "parts of a segment: pass fewer and larger ones",
+                code=ErrorCode.BUSY,
+                limit=MAX_PROCESS_SEGMENTS,
+            )
+
     def _check_passed(self, rank: RankSpec) -> None:
         for segment in rank.segments:
             passed = self.passed.get(segment.segment_id)
-            if passed is None or passed.size_bytes < segment.size_bytes:
+            is_whole = isinstance(passed, PassedFile) or (passed is not None and passed.is_whole)
+            if passed is None or not is_whole or passed.size_bytes < segment.size_bytes:
                 raise LocalError(
                     f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
                     segment_id=segment.segment_id,
@@ -267,10 +286,8 @@ class Segments:
 
 
 def _part(name: str, passed: Passed) -> wire.SegmentPart:
-    if isinstance(passed, PassedFile):
-        return wire.SegmentPart(name, passed.size_bytes)
-    part = wire.CudaPart(passed.device, passed.handle, passed.offset_bytes)
-    return wire.SegmentPart(name, passed.size_bytes, cuda=part)
+    source = None if isinstance(passed, PassedFile) else passed.source
+    return wire.SegmentPart(name, passed.size_bytes, cuda=source)
 
 
 def _ended() -> LocalError:

@@ -22,10 +22,11 @@ from kvbus.data.messages import (
 from kvbus.data.plans import PreparedPlan
 from kvbus.data.slots import Slots
 from kvbus.geometry import slot_bytes
-from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import Runs
 
 WIPES = Turn(owner="wipe")
+GPU_PART_BYTES = 256 << 20
+"""A GPU copies this in about 0.2 ms, or 1 ms over NVLink; to start and await it takes 30 us."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ def copy(job: Copy, plan: PreparedPlan, copiers: Copiers, most: int) -> Copying:
     def parts() -> Iterable[Part]:
         runs = plan.find(job.source_tables, job.target_tables, job.spans)
         runs.check_sources(plan.extents)
-        return _cut(runs, plan.local, copiers, most)
+        return _cut(runs, plan, copiers, most)
 
     return Copying(job.turn, plan.local, parts)
 
@@ -53,7 +54,7 @@ def copy_staged(
     def parts() -> Iterable[Part]:
         staged, slot_at = plan.staged_plan(job.index), slots.address(job.slot)
         runs = staged.copies(job.target_tables, job.tile, slot_at=slot_at)
-        return _cut(runs, plan.local, copiers, most)
+        return _cut(runs, plan, copiers, most)
 
     return Copying(job.turn, plan.local, parts)
 
@@ -62,7 +63,7 @@ def scatter(job: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> Co
     def scatter_into(memory: LocalMemory) -> int:
         memory.check_is_there()
         paged = memory.paged(job.tile.group)
-        memory.run(lambda: paged.scatter(job.table, job.tile, slots.view(job.slot)))
+        paged.scatter(job.table, job.tile, slots.place(job.slot))
         return slot_bytes(paged.group, job.tile)
 
     parts = [partial(scatter_into, memory) for memory in memories]
@@ -73,7 +74,7 @@ def gather(job: GatherJob, memory: LocalMemory, slots: Slots) -> Copying:
     def part() -> int:
         memory.check_is_there()
         paged = memory.paged(job.tile.group)
-        memory.run(lambda: paged.gather(job.table, job.tile, slots.view(job.slot)))
+        paged.gather(job.table, job.tile, slots.place(job.slot))
         return slot_bytes(paged.group, job.tile)
 
     return Copying(job.turn, (memory,), lambda: (part,))
@@ -82,8 +83,7 @@ def gather(job: GatherJob, memory: LocalMemory, slots: Slots) -> Copying:
 def zero(job: Zero, memory: LocalMemory) -> Copying:
     def part() -> int:
         memory.check_is_there()
-        paged = memory.paged(job.group)
-        memory.run(lambda: paged.zero(job.table, *job.span))
+        memory.paged(job.group).zero(job.table, *job.span)
         return 0
 
     return Copying(job.turn, (memory,), lambda: (part,))
@@ -98,14 +98,13 @@ def digest(job: DigestJob, memory: LocalMemory) -> Copying:
     return Copying(job.turn, (memory,), digests.parts, lambda: Digested(digests=digests.joined()))
 
 
-def _cut(
-    runs: Runs, memories: tuple[LocalMemory, ...], copiers: Copiers, most: int
-) -> Iterable[Part]:
+def _cut(runs: Runs, plan: PreparedPlan, copiers: Copiers, most: int) -> Iterable[Part]:
     def part(some: Runs) -> int:
-        for memory in memories:
+        for memory in plan.local:
             memory.check_is_there()
-        copy_runs(some)
+        plan.copy(some)
         return some.num_bytes
 
+    most = most if plan.is_on_host else GPU_PART_BYTES
     part_bytes = copiers.part_bytes(runs.num_bytes, most=most)
     return [partial(part, some) for some in runs.cut(part_bytes)]

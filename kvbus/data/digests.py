@@ -10,7 +10,7 @@ import xxhash
 from kvbus.data.memories import LocalMemory
 from kvbus.data.messages import DigestJob
 from kvbus.geometry import BlockTable, Tile, slot_bytes
-from kvbus.memory.copying import PagedMemory
+from kvbus.memory.copying import ByteRange, PagedMemory
 from kvbus.planning import chosen_tiles, num_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -40,20 +40,22 @@ class DigestParts:
 
     def _digest(self, number: int, tiles: list[Tile], num_bytes: int) -> int:
         paged = self._memory.paged(self._job.tile.group)
-
-        def digest() -> None:
-            self._found[number] = digest_pieces(paged, self._job.table, tiles)
-
-        self._memory.run(digest)
+        room = self._memory.room(max(slot_bytes(paged.group, tile) for tile in tiles))
+        self._found[number] = digest_pieces(paged, self._job.table, tiles, room)
         return num_bytes
 
 
-def digest_pieces(memory: PagedMemory, table: BlockTable, tiles: Iterable[Tile]) -> Digests:
-    """Return 64-bit XXH3 of each piece, in the order of `chosen_tiles`. A tile has one span."""
+def digest_pieces(
+    memory: PagedMemory, table: BlockTable, tiles: Iterable[Tile], room: npt.NDArray[np.uint8]
+) -> Digests:
+    """Return 64-bit XXH3 of each piece, in the order of `chosen_tiles`. A tile has one span.
+
+    ``room`` holds one tile at a time.
+    """
     found: list[int] = []
     for tile in tiles:
-        gathered = np.empty(slot_bytes(memory.group, tile), np.uint8)
-        memory.gather(table, tile, gathered)
+        gathered = room[: slot_bytes(memory.group, tile)]
+        memory.gather(table, tile, ByteRange.of(gathered))
         num_tokens, by_token = tile.stop - tile.start, (len(tile.layers), len(tile.parts))
         heads = gathered.reshape(*by_token, num_tokens, tile.num_heads, -1).swapaxes(2, 3)
         pieces = np.ascontiguousarray(heads).reshape(num_pieces(tile), -1)

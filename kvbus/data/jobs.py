@@ -163,7 +163,7 @@ class Jobs:
 
     def _copy(self, job: wire.Copy) -> None:
         plan: PreparedPlan = self._find(named.plan(job.plan))
-        if plan.num_runs(job.spans) <= MAX_FEW:
+        if plan.is_on_host and plan.num_runs(job.spans) <= MAX_FEW:
             runs = plan.find(job.source_tables, job.target_tables, job.spans)
             if runs.num_bytes <= SHORT_COPY_BYTES:
                 self._copy_now(job, plan, runs)

@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from threading import Lock
 
-from kvbus.data.messages import HOST, AddMemory, CudaPart
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.data.messages import HOST, AddMemory, SegmentPart
 from kvbus.data.nixl import Registration
-from kvbus.data.slots import cuda
 from kvbus.errors import LocalError, ProtocolError, SegmentError, TransferFailed
 from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.copying import PagedMemory
+from kvbus.memory.copying import ByteRange, HostMover, PagedMemory
+from kvbus.memory.cuda import CudaMapping, GpuCopier, gpu_ordinal
 from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping, do_all
 from kvbus.memory.memory_limits import check_mappings
 from kvbus.planning import Extents, PlacedRank
 
-if TYPE_CHECKING:
-    from kvbus.memory.cuda import CopyStream, CudaMapping
-
-    Mapped = SegmentMapping | CudaMapping
+Mapped = SegmentMapping | CudaMapping
 
 MAPPINGS_A_CHECK = 64
 OnTruncated = Callable[[str], object]
@@ -52,10 +52,8 @@ class LocalMemory:
     rank: RankSpec
     mappings: Mapping[str, Mapped]
     direct: bool
-    on_cuda_lost: Callable[[Exception], object]
-    """Called by any thread when CUDA fails for good in this process."""
     device: str = HOST
-    stream: CopyStream | None = None
+    mover: HostMover | GpuCopier = field(default_factory=HostMover)
     gone: str = ""
     """Reason why some bytes are not the engine's own."""
     registrations: dict[str, Registration] = field(default_factory=dict)
@@ -64,14 +62,12 @@ class LocalMemory:
 
     @property
     def addresses(self) -> dict[str, int]:
-        mapped = self.mappings.items()
-        return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
+        return {name: one.address for name, one in self.mappings.items()}
 
     @property
     def extents(self) -> Extents:
         mapped = self.mappings.values()
-        found = [one for one in mapped if isinstance(one, SegmentMapping)]
-        return [(one.address, one.address + one.size_bytes) for one in found]
+        return [(one.address, one.address + one.size_bytes) for one in mapped]
 
     @property
     def placed(self) -> PlacedRank:
@@ -84,24 +80,17 @@ class LocalMemory:
     def paged(self, group: str) -> PagedMemory:
         """Call it in a thread."""
         if group not in self._paged:
-            buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
-            mover = None if self.stream is None else cuda().GpuMover([*buffers.values()])
+            mapped = self.mappings.items()
+            segments = {name: ByteRange(one.address, one.size_bytes) for name, one in mapped}
             spec: GroupSpec = self.engine.group(group)
-            self._paged[group] = PagedMemory(spec, self.rank.regions, buffers, mover=mover)
+            self._paged[group] = PagedMemory(spec, self.rank.regions, segments, self.mover)
         return self._paged[group]
 
-    def run(self, copy: Callable[[], None]) -> None:
-        """Raises `TransferFailed` if CUDA is lost."""
-        if self.stream is None:
-            copy()
-            return
-        try:
-            self.stream.run(copy)
-        except RuntimeError as error:
-            if not cuda().is_context_lost():
-                raise
-            self.on_cuda_lost(error)
-            raise TransferFailed(f"CUDA is lost to the data process: {error}") from error
+    def room(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return host memory for copies of this thread, until it asks again."""
+        if isinstance(self.mover, HostMover):
+            return np.empty(num_bytes, np.uint8)
+        return self.mover.room(num_bytes)
 
     def populate(self) -> None:
         """Call it in a thread: it takes up to 2 s."""
@@ -125,13 +114,28 @@ class LocalMemory:
         do_all(mapping.close for mapping in self.mappings.values())
 
 
+class GpuCopiers:
+    """Copiers by GPU. ``on_lost`` is called by any thread when CUDA fails for good here."""
+
+    def __init__(self, on_lost: Callable[[Exception], object]) -> None:
+        self._on_lost, self._lock = on_lost, Lock()
+        self._copiers: dict[str, GpuCopier] = {}
+
+    def of(self, device: str) -> GpuCopier:
+        """Call it in a thread: it may take seconds. Raises `SegmentError`."""
+        with self._lock:
+            if device not in self._copiers:
+                self._copiers[device] = GpuCopier(gpu_ordinal(device), self._on_lost)
+            return self._copiers[device]
+
+
 def map_rank(
     added: AddMemory,
     fds: list[int],
     bus_errors: BusErrors,
     *,
     on_cut: OnTruncated,
-    on_cuda_lost: Callable[[Exception], object],
+    copiers: GpuCopiers,
 ) -> LocalMemory:
     """Call it in a thread: it takes seconds. Owns ``fds``. Raises `LocalError`."""
     mappings: dict[str, Mapped] = {}
@@ -142,14 +146,14 @@ def map_rank(
             if segment.segment_id in mappings:
                 raise LocalError(f"segment '{segment.segment_id}' comes twice")
             mappings[segment.segment_id] = (
-                _open_cuda(segment.cuda, segment.size_bytes)
+                _open_gpu_memory(segment, fds, added.readers)
                 if segment.cuda is not None
                 else SegmentMapping(
                     _next(fds), size_bytes=segment.size_bytes, borrowed=added.borrowed
                 )
             )
         _check_sizes(added.rank, mappings)
-        memory = _memory_of(added, mappings, on_cuda_lost)
+        memory = _memory_of(added, mappings, copiers)
     except BaseException:
         close_fds(fds)
         do_all(mapping.close for mapping in mappings.values())
@@ -166,25 +170,28 @@ def close_fds(fds: list[int]) -> None:
 
 
 def _memory_of(
-    added: AddMemory,
-    mappings: Mapping[str, Mapped],
-    on_cuda_lost: Callable[[Exception], object],
+    added: AddMemory, mappings: Mapping[str, Mapped], copiers: GpuCopiers
 ) -> LocalMemory:
-    parts = [segment.cuda for segment in added.segments if segment.cuda is not None]
-    if not parts:
-        return LocalMemory(added.engine, added.rank, mappings, added.direct, on_cuda_lost)
-    if len(parts) < len(mappings) or len({part.device for part in parts}) > 1:
+    sources = [segment.cuda for segment in added.segments if segment.cuda is not None]
+    if not sources:
+        return LocalMemory(added.engine, added.rank, mappings, added.direct)
+    devices = {source.device for source in sources}
+    if len(sources) < len(mappings) or len(devices) > 1:
         raise LocalError("a rank has all of its memory on one device")
-    device = parts[0].device
-    stream = cuda().CopyStream(cuda().gpu_ordinal(device))
-    return LocalMemory(added.engine, added.rank, mappings, False, on_cuda_lost, device, stream)
+    (device,) = devices
+    mover = copiers.of(added.readers[0] if added.readers else device)
+    return LocalMemory(added.engine, added.rank, mappings, False, device, mover)
 
 
-def _open_cuda(part: CudaPart, size_bytes: int) -> CudaMapping:
-    mapping: CudaMapping = cuda().CudaMapping(
-        part.device, part.handle, offset_bytes=part.offset_bytes, size_bytes=size_bytes
-    )
-    return mapping
+def _open_gpu_memory(segment: SegmentPart, fds: list[int], readers: Sequence[str]) -> CudaMapping:
+    source = segment.cuda
+    if source is None:
+        raise LocalError(f"segment '{segment.segment_id}' is not on a GPU")
+    mine = [_next(fds) for _ in source.parts]
+    try:
+        return CudaMapping(source, segment.size_bytes, mine, readers=readers)
+    finally:
+        close_fds(mine)
 
 
 def _next(fds: list[int]) -> int:

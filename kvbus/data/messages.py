@@ -13,6 +13,7 @@ import msgspec
 from kvbus import errors
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec, Tile
+from kvbus.memory.gpu_source import GpuSource
 from kvbus.planning import Share
 
 HOST = "host"
@@ -51,24 +52,19 @@ class OpenSlots(DataRequest, frozen=True):
     nic_reads_gpu: bool = False
 
 
-class CudaPart(msgspec.Struct, frozen=True, array_like=True):
-    device: str
-    handle: bytes
-    offset_bytes: int
-
-
 class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
-    """Host memory comes as a descriptor of the message."""
+    """Host memory comes as a descriptor of the message; so does each part of GPU memory."""
 
     segment_id: str
     size_bytes: int
-    cuda: CudaPart | None = None
+    cuda: GpuSource | None = None
 
 
 class AddMemory(DataRequest, frozen=True):
     """Reply: `MemoryAdded`.
 
-    ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL.
+    ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL. GPU memory
+    is for copies by the GPUs of ``readers``, by default its own.
     """
 
     memory: int
@@ -77,6 +73,7 @@ class AddMemory(DataRequest, frozen=True):
     segments: tuple[SegmentPart, ...]
     direct: bool
     borrowed: bool = False
+    readers: tuple[str, ...] = ()
 
 
 class AddRemote(DataRequest, frozen=True):

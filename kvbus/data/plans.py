@@ -7,8 +7,9 @@ from math import lcm
 from msgspec import structs
 
 from kvbus.data.memories import LocalMemory, RemoteMemory
-from kvbus.data.messages import AddPlan
+from kvbus.data.messages import HOST, AddPlan
 from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import Extents, PlacedRank, RunPlan, Runs, Span, Spans, StagedPlan, Tables
 from kvbus.planning import staged_plans as plan_staged
 
@@ -29,6 +30,22 @@ class PreparedPlan:
     extents: Extents
     strides: Mapping[str, int]
     """Tokens between common block starts of both sides, by group."""
+    targets: tuple[LocalMemory, ...]
+
+    @property
+    def is_on_host(self) -> bool:
+        return all(memory.device == HOST for memory in self.targets)
+
+    def copy(self, runs: Runs) -> None:
+        """Copy runs of this plan, by the processor that has their targets."""
+        movers = {memory.device: memory.mover for memory in self.targets}
+        if self.is_on_host:
+            copy_runs(runs)
+        elif len(movers) == 1:
+            movers.popitem()[1].copy(runs)
+        else:
+            for memory in self.targets:
+                memory.mover.copy(runs.with_targets_in(memory.extents))
 
     def num_runs(self, spans: Spans) -> int:
         try:
@@ -101,7 +118,9 @@ def make_plan(
         )
         for name in added.groups
     }
-    return PreparedPlan(next(iter(peers), ""), runs, staged, tuple(local), extents, strides)
+    written = tuple(one for one in targets.values() if isinstance(one, LocalMemory))
+    peer = next(iter(peers), "")
+    return PreparedPlan(peer, runs, staged, tuple(local), extents, strides, written)
 
 
 def _placed(side: Mapping[int, Memory], groups: Container[str]) -> dict[int, PlacedRank]:

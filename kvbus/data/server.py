@@ -13,6 +13,7 @@ from kvbus.data.definitions import NIXL, Definitions
 from kvbus.data.jobs import Jobs
 from kvbus.data.listening import listening_sockets
 from kvbus.data.memories import (
+    GpuCopiers,
     LocalMemory,
     RemoteMemory,
     close_fds,
@@ -63,6 +64,7 @@ class DataServer:
             clock=clock,
             to_error=self._replies.to_error,
         )
+        self._gpu_copiers = GpuCopiers(self._end_with)
         self._definitions = Definitions(self._begin)
         self._jobs = Jobs(
             self._definitions,
@@ -279,7 +281,7 @@ class DataServer:
             fds,
             self._bus_errors,
             on_cut=on_cut,
-            on_cuda_lost=self._end_with,
+            copiers=self._gpu_copiers,
         )
         self._background.start(mapped, then)
 

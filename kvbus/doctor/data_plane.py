@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.host import installed, rdma_devices, text_of
 from kvbus.errors import KVBusError, LocalError, leaves
 from kvbus.lab.process import engine_process, run_program, serve
+from kvbus.memory.gpu_source import GpuSource
 from kvbus.output import waiting_for
 from kvbus.text import rate_text
 
@@ -66,13 +66,11 @@ _NUM_SHARED, _MARK = 1 << 20, 42
 T = TypeVar("T")
 
 
-class GpuMemory(msgspec.Struct, frozen=True):
+class LentGpuMemory(msgspec.Struct, frozen=True):
     cuda_version: str
     gpus: tuple[tuple[str, str, int], ...]
     """UUID, name and bytes."""
-    device: str
-    handle: bytes
-    offset_bytes: int
+    source: GpuSource
     size_bytes: int
 
 
@@ -178,11 +176,11 @@ def check_cuda(limit_s: float) -> Iterator[Finding]:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
         return
     with waiting_for("two processes to share memory of a GPU"):
-        ended = _run_pair("cuda", GpuMemory, limit_s, {})
+        ended = _run_pair("cuda", LentGpuMemory, limit_s, {})
     yield ipc_finding(ended.answer, ended.failure, num_devices=num_devices)
 
 
-def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Finding:
+def ipc_finding(read: LentGpuMemory | None, error: str, *, num_devices: int) -> Finding:
     driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text_of("/proc/driver/nvidia/version"))
     torch_version = installed("torch") or "?"
     versions = f"driver {driver[0] if driver else '?'}, torch {torch_version}"
@@ -237,38 +235,24 @@ def _why(error: KVBusError, log: str) -> str:
 
 
 class CudaMemory:
-    def lend(self) -> GpuMemory:
-        from kvbus.memory import cuda  # noqa: PLC0415 - torch
+    def lend(self) -> LentGpuMemory:
+        from kvbus.memory import cuda  # noqa: PLC0415 - its driver may crash
 
-        with _logged():
-            version, gpus = cuda.seen_gpus()
-            self._lent = cuda.allocate_cuda(_NUM_SHARED, "cuda:0")
-            self._lent.tensor.fill_(_MARK)[0].item()  # waits for the GPU
-        one = self._lent
-        place = one.device, one.handle, one.offset_bytes, one.size_bytes
-        return GpuMemory(version, tuple(gpus), *place)
+        self._lent = cuda.GpuAllocation(_NUM_SHARED, 0)
+        cuda.write_bytes(0, self._lent.address, bytes([_MARK]) * _NUM_SHARED)
+        with self._lent.memory.exported() as (source, _):
+            gpus = tuple(cuda.seen_gpus())
+            return LentGpuMemory(cuda.driver_version(), gpus, source, _NUM_SHARED)
 
-    def measure(self, **lent: Any) -> GpuMemory:
-        from kvbus.memory import cuda  # noqa: PLC0415 - torch
+    def measure(self, **lent: Any) -> LentGpuMemory:
+        from kvbus.memory import cuda  # noqa: PLC0415 - its driver may crash
 
-        seen = msgspec.convert(lent, GpuMemory)
-        with (
-            _logged(),
-            cuda.CudaMapping(
-                seen.device, seen.handle, offset_bytes=seen.offset_bytes, size_bytes=seen.size_bytes
-            ) as mapping,
-        ):
-            if not (mapping.view()[:_NUM_SHARED] == _MARK).all():
+        seen = msgspec.convert(lent, LentGpuMemory)
+        with cuda.CudaMapping(seen.source, seen.size_bytes) as mapping:
+            content = cuda.read_bytes(mapping.ordinal, mapping.address, mapping.size_bytes)
+            if set(content) != {_MARK}:
                 raise LocalError("it read other bytes than the target has")
         return seen
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, AssertionError, ImportError) as error:  # torch asserts CUDA
-        raise LocalError(" ".join(str(error).split())) from error
 
 
 def _be(kind: str) -> object:

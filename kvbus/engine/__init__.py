@@ -10,11 +10,11 @@ from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
 from kvbus.engine.messages import FetchOptions, OfferOptions
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
+from kvbus.engine.storage import CudaStorage as CudaStorage
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors
 from kvbus.memory.attach import query_agent as query_agent
-from kvbus.memory.cuda import CudaStorage as CudaStorage
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
 from kvbus.protocol.ticket import Rendezvous, prompt_digest
 

@@ -20,9 +20,10 @@ from kvbus.engine.handles import Fetch, Offer
 from kvbus.engine.later import Completion, EndedQueue, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_message
 from kvbus.engine.offers import OfferRequest, Offers
-from kvbus.engine.rank_memory import RankMemory
+from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
 from kvbus.engine.sequence import PageName, Recorder
+from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
     GeometryError,
@@ -31,7 +32,8 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import EngineSpec
-from kvbus.memory.cuda import CudaStorage
+from kvbus.memory.attach import MAX_FDS
+from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
@@ -346,7 +348,7 @@ class Link:
     def _new_cells(self) -> SharedSegment | None:
         """All ranks must be here: this process closes a cell before it writes to the blocks."""
         storages = [one for memory in self._memory for one in memory.storages.values()]
-        on_host = not any(isinstance(one, CudaStorage) for one in storages)
+        on_host = all(gpu_memory_of(one) is None for one in storages)
         is_whole = len(self._memory) == self.engine.num_ranks
         return (
             SharedSegment(CELLS_BYTES) if is_whole and on_host and swap_word is not None else None
@@ -440,16 +442,17 @@ class AttachedRank:
         self.number = memory.rank.rank
         self._engine, self._memory, self._rank_secret = engine, memory, rank_secret
         self._instance = uuid.uuid4().hex
-        gpus = [one.ordinal for one in memory.storages.values() if isinstance(one, CudaStorage)]
+        gpus = [one.ordinal for one in map(gpu_memory_of, memory.storages.values()) if one]
         self._sequence = recorder.page(gpus[0] if gpus else None)
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
 
     async def register(self, connection: Connection) -> None:
         for segment_id, storage in self._memory.storages.items():
-            if isinstance(storage, CudaStorage):
-                await self._pass_cuda(connection, segment_id, storage)
-            else:
+            memory = gpu_memory_of(storage)
+            if memory is not None:
+                await _pass_cuda(connection, segment_id, memory)
+            elif isinstance(storage, SharedStorage | SharedSegment):
                 await connection.pass_memory(
                     PassSegment(
                         segment_id=segment_id,
@@ -472,14 +475,24 @@ class AttachedRank:
         )
         await connection.request(register)
 
-    async def _pass_cuda(
-        self, connection: Connection, segment_id: str, storage: CudaStorage
-    ) -> None:
-        message = PassCuda(
-            segment_id=segment_id,
-            device=storage.device,
-            handle=storage.handle,
-            offset_bytes=storage.offset_bytes,
-            size_bytes=storage.size_bytes,
-        )
-        await connection.pass_memory(message)
+
+def gpu_memory_of(storage: Storage) -> GpuMemory | None:
+    if isinstance(storage, CudaStorage | GpuAllocation):
+        return storage.memory
+    return storage if isinstance(storage, GpuMemory) else None
+
+
+async def _pass_cuda(connection: Connection, segment_id: str, memory: GpuMemory) -> None:
+    """Export the memory that is mapped now: a sleep mode may have replaced it."""
+    with memory.exported() as (source, fds):
+        for first in range(0, max(1, len(fds)), MAX_FDS):
+            some = slice(first, first + MAX_FDS)
+            message = PassCuda(
+                segment_id=segment_id,
+                device=source.device,
+                handle=source.handle,
+                offset_bytes=source.offset_bytes,
+                size_bytes=memory.size_bytes,
+                parts=source.parts[some],
+            )
+            await connection.pass_memory(message, *fds[some])

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from kvbus.engine.storage import SharedStorage, share_tensors
+from kvbus.engine.storage import CudaStorage, SharedStorage, ordinal_of, share_tensors
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
@@ -25,12 +25,12 @@ from kvbus.geometry import (
     lay_out_rank,
     validate_rank,
 )
-from kvbus.memory.cuda import CudaStorage, allocate_cuda
+from kvbus.memory.cuda import GpuAllocation, GpuMemory
 from kvbus.memory.segment import HugePages, SharedSegment, shmem_policy
 
 log = logging.getLogger("kvbus.engine")
 
-Storage = SharedStorage | CudaStorage | SharedSegment
+Storage = SharedStorage | CudaStorage | SharedSegment | GpuAllocation | GpuMemory
 Place = tuple[int | str, str] | tuple[int, str] | tuple[str, str] | int | str
 """A layer, or a group for all of its layers; with one part, or for all."""
 P = TypeVar("P", bound=Place)
@@ -69,7 +69,7 @@ class RankMemory:
         where = torch.device(device)
         storage: Storage
         if where.type == "cuda":
-            storage = allocate_cuda(segment.size_bytes, where)
+            storage = GpuAllocation(segment.size_bytes, ordinal_of(where))
         elif where.type == "cpu":
             storage = _allocate_shared(engine, spec, huge_pages=huge_pages)
         else:
@@ -83,9 +83,11 @@ class RankMemory:
     def tensor(self) -> torch.Tensor:
         """All bytes that `allocate` made: one row of uint8."""
         (storage,) = self.storages.values()
-        if not isinstance(storage, SharedSegment | CudaStorage):
-            raise LocalError("this memory was not allocated here: its tensors are the engine's")
-        return storage.tensor
+        if isinstance(storage, SharedSegment):
+            return storage.tensor
+        if isinstance(storage, GpuAllocation):
+            return torch.as_tensor(storage, device=f"cuda:{storage.memory.ordinal}")
+        raise LocalError("this memory was not allocated here: its tensors are the engine's")
 
     def close(self) -> None:
         """Close the descriptors after the last `Link` that uses them; tensors stay valid."""

@@ -7,11 +7,53 @@ from pathlib import Path
 
 import torch
 
-from kvbus.errors import SegmentError
-from kvbus.memory.cuda import CudaStorage, TorchStorage, share_cuda_tensor
+from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.memory.cuda import GpuMemory
+from kvbus.memory.mapping import OwnedMemory
 from kvbus.memory.memory_limits import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
+
+
+class TorchStorage(OwnedMemory):
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage: torch.UntypedStorage | None = storage
+        self.address, self.size_bytes = storage.data_ptr(), storage.nbytes()
+        self.closed = False
+
+    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
+            raise GeometryError("the tensor does not lie in this shared storage")
+        return tensor.data_ptr() - self.address
+
+    def close(self) -> None:
+        self._storage, self.closed = None, True
+
+    def _check_open(self) -> torch.UntypedStorage:
+        if self._storage is None:
+            raise ClosedError("the shared storage was closed")
+        return self._storage
+
+
+class CudaStorage(TorchStorage):
+    """A torch storage on a GPU that an agent can open. Raises `SegmentError`.
+
+    Close it after the agent has: until then torch must not free the memory.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() == 0:
+            raise SegmentError("an empty tensor has no memory to share")
+        super().__init__(storage)
+        self.memory = GpuMemory(ordinal_of(storage.device), self.address, self.size_bytes)
+
+    def __del__(self) -> None:
+        """Do not warn: torch frees the memory."""
+
+
+def ordinal_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class SharedStorage(TorchStorage):
@@ -49,7 +91,7 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
     Raises `SegmentError`.
     """
     if tensor.device.type == "cuda":
-        return share_cuda_tensor(tensor)
+        return CudaStorage(tensor.untyped_storage())
     storage = _movable_storage(tensor)
     try:
         fd, _ = storage._share_fd_cpu_()  # torch keeps this descriptor for itself

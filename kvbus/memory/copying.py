@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -26,21 +26,34 @@ from kvbus.geometry import (
 from kvbus.memory.run_copy import copy_runs, zero_runs
 from kvbus.planning import PlacedRank, RunPlan, Runs, Share, SlotPlan
 
-if TYPE_CHECKING:
-    import torch
-
-    Buffer = npt.NDArray[np.uint8] | torch.Tensor
-    """One row of bytes: on the host, or on a GPU."""
-
-RunsAt = Callable[[int], Runs]
 MAX_PLANS = 256
 """Per group and rank, about 20 KB each. Readers choose their tiles."""
 
 
-class Mover(Protocol):
-    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None: ...
+class ByteRange(NamedTuple):
+    """Bytes on the host or on a GPU."""
 
-    def zero(self, runs: Runs) -> None: ...
+    address: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, row: npt.NDArray[np.uint8]) -> ByteRange:
+        return cls(row.ctypes.data, len(row))
+
+
+class Mover(Protocol):
+    def copy(self, runs: Runs) -> None: ...
+
+    def zero(self, runs: Runs) -> None:
+        """Zero the targets."""
+
+
+class HostMover:
+    def copy(self, runs: Runs) -> None:
+        copy_runs(runs)
+
+    def zero(self, runs: Runs) -> None:
+        zero_runs(runs)
 
 
 class PagedMemory:
@@ -50,36 +63,34 @@ class PagedMemory:
         self,
         group: GroupSpec,
         regions: Iterable[Region],
-        buffers: Mapping[str, Buffer],
-        *,
-        mover: Mover | None = None,
+        segments: Mapping[str, ByteRange],
+        mover: Mover = HostMover(),  # noqa: B008 - it has no state
     ) -> None:
         own = tuple(region for region in regions if region.group == group.name)
         for region in own:
-            _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], buffers)
-        self.group, self.mover = group, mover
-        self._own = {region.segment_id: buffers[region.segment_id] for region in own}
+            _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], segments)
+        self.group, self._mover = group, mover
         self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
         engine = EngineSpec("rank", "rank", 1, (group,))
-        addresses = {name: _address_of(buffer) for name, buffer in self._own.items()}
+        addresses = {one.segment_id: segments[one.segment_id].address for one in own}
         self._placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
-    def gather(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
+    def gather(self, table: BlockTable, tile: Tile, slot: ByteRange) -> None:
         """Copy to the start of ``slot``, which may be larger. Raises `GeometryError`."""
         self._move(table, tile, slot, into_slot=True)
 
-    def scatter(self, table: BlockTable, tile: Tile, slot: Buffer) -> None:
+    def scatter(self, table: BlockTable, tile: Tile, slot: ByteRange) -> None:
         self._move(table, tile, slot, into_slot=False)
 
-    def _move(self, table: BlockTable, tile: Tile, slot: Buffer, *, into_slot: bool) -> None:
+    def _move(self, table: BlockTable, tile: Tile, slot: ByteRange, *, into_slot: bool) -> None:
         if tile.group != self.group.name:
             message = f"tile of group '{tile.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
         self._check_blocks(table, tile.start, tile.stop)
         shape = msgspec.structs.replace(tile, start=0, stop=tile.stop - tile.start)
         plan = self._plan(shape, into_slot=into_slot)
-        needed, room = slot_bytes(self.group, tile), len(slot)
+        needed, room = slot_bytes(self.group, tile), slot.size_bytes
         if needed > room:
             raise GeometryError(
                 f"tile takes {needed} bytes, its staging slot has {room}",
@@ -87,19 +98,13 @@ class PagedMemory:
                 given_bytes=room,
             )
 
-        def runs_at(address: int) -> Runs:
-            return plan.runs(table, tile.start, tile.stop, slot_at=address)
-
-        if self.mover is None:
-            copy_runs(runs_at(_address_of(slot)))
-        else:
-            self.mover.move(slot[:needed], runs_at, into_slot=into_slot)
+        self._mover.copy(plan.runs(table, tile.start, tile.stop, slot_at=slot.address))
 
     def zero(self, table: BlockTable, start: int, stop: int) -> None:
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
         runs = self._whole.runs(tables, tables, {self.group.name: (start, stop)})
-        (self.mover.zero if self.mover else zero_runs)(runs)
+        self._mover.zero(runs)
 
     @cached_property
     def _whole(self) -> RunPlan:
@@ -111,12 +116,8 @@ class PagedMemory:
         check_readable(self.group, table, (start, stop), num_blocks=self._num_blocks)
 
 
-def _address_of(buffer: Buffer) -> int:
-    return buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
-
-
-def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, Buffer]) -> None:
-    given_bytes = len(buffers[region.segment_id]) if region.segment_id in buffers else 0
+def _check_extent(region: Region, itemsize: int, segments: Mapping[str, ByteRange]) -> None:
+    given_bytes = segments.get(region.segment_id, ByteRange(0, 0)).size_bytes
     last_element = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
     needed_bytes = region.offset_bytes + last_element + itemsize
     if needed_bytes > given_bytes:

@@ -88,10 +88,10 @@ class Runs:
 
     def by_length(self) -> Iterator[tuple[Offsets, int]]:
         """Yield addresses, shape (2, n), and the bytes of each of these runs."""
-        for one in self._all_lattices():
+        for one in self.all_lattices():
             yield one.addresses(), one.run_bytes
 
-    def _all_lattices(self) -> Iterator[Lattice]:
+    def all_lattices(self) -> Iterator[Lattice]:
         for length in {run[2] for run in self.few}:
             alike = [(source, target) for target, source, num in self.few if num == length]
             yield Lattice(np.array(alike, dtype=np.int64).T, ZERO, ZERO, length)
@@ -123,6 +123,17 @@ class Runs:
             if not (firsts.size and (places >= 0).all() and (highest <= ends[places]).all()):
                 raise _outside()
 
+    def with_targets_in(self, extents: Extents) -> "Runs":
+        """Return the runs whose target begins in one of ``extents``."""
+        bounds = np.array(sorted(extents), dtype=np.int64).reshape(-1)
+        found: list[Lattice] = []
+        for one in self.all_lattices():
+            first = one.outer[1] + one.units[1].min() + one.inner[1].min()
+            is_in = np.searchsorted(bounds, first, side="right") % 2 == 1
+            if is_in.any():
+                found.append(replace(one, outer=one.outer[:, is_in]))
+        return Runs(lattices=tuple(found))
+
     def moved(self, *, source_bytes: int = 0, target_bytes: int = 0) -> "Runs":
         by = np.array([[source_bytes], [target_bytes]], dtype=np.int64)
         return Runs(
@@ -147,7 +158,7 @@ class Runs:
     def cut(self, job_bytes: int) -> list["Runs"]:
         jobs: list[Runs] = []
         room = 0
-        for one in self._all_lattices():
+        for one in self.all_lattices():
             for part in _cut(_for_caches(one), job_bytes):
                 if jobs and part.num_bytes <= room:
                     jobs[-1] = Runs(lattices=(*jobs[-1].lattices, part))

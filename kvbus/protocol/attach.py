@@ -25,13 +25,16 @@ from kvbus.protocol.message import (
     request,
 )
 
-CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+CudaHandle = Annotated[bytes, msgspec.Meta(max_length=64)]
 SegmentId = Id
 """Name of the segment, unique within the rank. Regions refer to it."""
 SegmentKind = Literal["kv", "cells", "sequence"]
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 MAX_LENT_AT_ONCE = 64
 """Segments in one reply: a message carries at most 64 descriptors."""
+CudaParts = Annotated[tuple[SegmentBytes, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
+GpuName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Welcome(Message, frozen=True):
@@ -96,15 +99,18 @@ class PassCuda(Request[Empty], frozen=True):
     """Pass GPU memory that this process allocated; see [CUDA memory](#cuda-memory)."""
 
     segment_id: SegmentId
-    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    """UUID of the GPU, as ``nvidia-smi -L`` prints it: ``GPU-`` and 36 characters."""
-    handle: CudaHandle
-    """``CUipcMemHandle`` of the allocation, from ``cuIpcGetMemHandle`` or ``cudaIpcGetMemHandle``.
-    """
-    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    """Offset of the segment in the allocation."""
+    device: GpuName
+    """UUID of the GPU, as ``nvidia-smi -L`` prints it: ``GPU-`` or ``MIG-``, and 36 characters."""
     size_bytes: SegmentBytes
     """Size of the segment."""
+    offset_bytes: Offset
+    """Offset of the segment in the allocation, or in the first part."""
+    handle: CudaHandle = b""
+    """``CUipcMemHandle`` of the allocation, from ``cuIpcGetMemHandle`` or ``cudaIpcGetMemHandle``;
+    empty for memory that is mapped in parts."""
+    parts: CudaParts = ()
+    """Sizes of the parts whose POSIX descriptors come with the message, in address order. Repeat
+    the message for more of them, until they cover the segment."""
 
 
 class MemorySocket(msgspec.Struct, frozen=True):
@@ -118,6 +124,17 @@ class MemorySocket(msgspec.Struct, frozen=True):
     """Reason why the memory is not lent, for people; empty if it is lent."""
 
 
+class LentCuda(msgspec.Struct, frozen=True):
+    """GPU memory of a segment, as in [``cuda``](#cuda)."""
+
+    device: GpuName
+    offset_bytes: Offset
+    handle: CudaHandle = b""
+    part_bytes: Size = 0
+    """Size of the part whose descriptor belongs to this entry; 0 with a ``handle``, which has no
+    descriptor."""
+
+
 class LentSegment(msgspec.Struct, frozen=True):
     """One segment that an agent lends."""
 
@@ -126,6 +143,8 @@ class LentSegment(msgspec.Struct, frozen=True):
     segment_id: SegmentId
     size_bytes: SegmentBytes
     """Size of its file, at least the size of the rank's segment."""
+    cuda: LentCuda | None = None
+    """Set for GPU memory; several entries follow each other for a segment with several parts."""
 
 
 class MemoryLent(Message, frozen=True):

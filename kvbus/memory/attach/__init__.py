@@ -2,6 +2,7 @@
 
 from kvbus.memory.attach.channel import LENGTH_BYTES as LENGTH_BYTES
 from kvbus.memory.attach.channel import MAX_BODY_BYTES as MAX_BODY_BYTES
+from kvbus.memory.attach.channel import MAX_FDS as MAX_FDS
 from kvbus.memory.attach.channel import FrameChannel as FrameChannel
 from kvbus.memory.attach.channel import close_fds as close_fds
 from kvbus.memory.attach.channel import decode_body as decode_body

@@ -1,15 +1,15 @@
-"""GPU memory, shared by CUDA IPC."""
+"""GPU memory, by the CUDA driver alone: no torch."""
 
-from kvbus.memory.cuda.driver import check_cuda as check_cuda
-from kvbus.memory.cuda.driver import gpu_of as gpu_of
-from kvbus.memory.cuda.driver import gpu_ordinal as gpu_ordinal
-from kvbus.memory.cuda.driver import seen_gpus as seen_gpus
-from kvbus.memory.cuda.open import CopyStream as CopyStream
-from kvbus.memory.cuda.open import CudaMapping as CudaMapping
-from kvbus.memory.cuda.open import GpuMover as GpuMover
-from kvbus.memory.cuda.open import GpuSlots as GpuSlots
-from kvbus.memory.cuda.open import is_context_lost as is_context_lost
-from kvbus.memory.cuda.share import CudaStorage as CudaStorage
-from kvbus.memory.cuda.share import TorchStorage as TorchStorage
-from kvbus.memory.cuda.share import allocate_cuda as allocate_cuda
-from kvbus.memory.cuda.share import share_cuda_tensor as share_cuda_tensor
+from kvbus.memory.cuda.copier import GpuCopier as GpuCopier
+from kvbus.memory.cuda.driver import driver_version as driver_version
+from kvbus.memory.cuda.driver import read_bytes as read_bytes
+from kvbus.memory.cuda.driver import write_bytes as write_bytes
+from kvbus.memory.cuda.export import GpuAllocation as GpuAllocation
+from kvbus.memory.cuda.export import GpuMemory as GpuMemory
+from kvbus.memory.cuda.gpus import Gpu as Gpu
+from kvbus.memory.cuda.gpus import gpu_ordinal as gpu_ordinal
+from kvbus.memory.cuda.gpus import gpu_uuid as gpu_uuid
+from kvbus.memory.cuda.gpus import seen_gpus as seen_gpus
+from kvbus.memory.cuda.mapping import CudaMapping as CudaMapping
+from kvbus.memory.cuda.slots import PinnedMemory as PinnedMemory
+from kvbus.memory.cuda.slots import VramMemory as VramMemory

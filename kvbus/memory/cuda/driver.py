@@ -1,129 +1,353 @@
-"""Calls of the CUDA driver for memory of another process.
+"""Calls of the CUDA driver, without torch. Each raises `SegmentError` with the name of its error.
 
-Each call uses the GPU's primary context, as torch does. Torch keeps an opened storage while any
-view or traceback refers to it. A dead engine's memory must be free within a second.
+Calls that need a context use the GPU's primary one, which torch and UCX use too.
 """
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 from kvbus.errors import SegmentError
 from kvbus.memory.nvidia import nvidia_driver
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_NO_SUCH_MEMORY = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
+_UNKNOWN = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
+NOT_IPC_CAPABLE = (1, 801)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
+POSIX_DESCRIPTOR = 1
+_ON_DEVICE, _READ_WRITE = 1, 3
+_PORTABLE_AND_MAPPED = 3
+_NON_BLOCKING = 1
+_RECOMMENDED = 1
+
+BUFFER_ID, RANGE_SIZE, RANGE_START = 7, 12, 11
+MAPPING_SIZE, MAPPING_BASE = 18, 19
+NUM_PROCESSORS, STREAMS_WRITE_64_BITS = 16, 122
 
 
-class _Handle(ctypes.Structure):
+class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_contexts: dict[int, ctypes.c_void_p] = {}
+_lock = threading.Lock()
 
 
 @contextmanager
 def on_gpu(ordinal: int) -> Iterator[None]:
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    """Make the GPU's primary context current in this thread; it stays alive in this process."""
+    with _lock:
+        if ordinal not in _contexts:
+            context = ctypes.c_void_p()
+            call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(ordinal))
+            _contexts[ordinal] = context
+    call("cuCtxPushCurrent_v2", _contexts[ordinal])
     try:
-        _call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        yield
     finally:
-        _call("cuDevicePrimaryCtxRelease_v2", device)
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-def allocation_of(address: int) -> tuple[int, int] | None:
-    base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
-    code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
-    if code in _NO_SUCH_MEMORY:
-        return None
-    _check(code, "cuMemGetAddressRange")
-    return base.value, size.value
+def call(name: str, *arguments: object) -> None:
+    _check(getattr(nvidia_driver(), name)(*arguments), name)
 
 
-def export_memory(base: int) -> bytes:
-    """An allocation that is mapped in parts has no handle."""
-    handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
-    return bytes(handle.reserved)
-
-
-def open_memory(handle: bytes) -> int:
-    address, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
-    by_value = _Handle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
-    return address.value
-
-
-def close_memory(address: int) -> None:
-    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-
-
-def _call(name: str, *arguments: object) -> None:
-    _check(getattr(nvidia_driver(), name)(*arguments), name.removesuffix("_v2"))
-
-
-def _check(code: int, call: str) -> None:
+def _check(code: int, name: str) -> None:
     if not code:
         return
     error_name = ctypes.c_char_p()
     nvidia_driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(error_name))
     reason = error_name.value.decode() if error_name.value else f"CUDA error {code}"
-    raise SegmentError(f"{call}: {reason}", cuda_error=code)
+    raise SegmentError(f"{name.partition('_')[0]}: {reason}", cuda_error=code)
 
 
-def gpu_uuid(ordinal: int) -> str:
-    """Return the UUID as ``nvidia-smi -L`` prints it."""
-    return f"GPU-{str(torch.cuda.get_device_properties(ordinal).uuid).removeprefix('GPU-')}"
+# GPUs.
 
 
-def gpu_ordinal(uuid: str) -> int:
-    check_cuda()
-    visible = [gpu_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
-    if uuid not in visible:
-        raise SegmentError(
-            f"this process does not see {uuid}, but {', '.join(visible)}: start it with a "
-            "CUDA_VISIBLE_DEVICES that has it, or none",
-            device=uuid,
-        )
-    return visible.index(uuid)
+def _device(ordinal: int) -> ctypes.c_int:
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    return device
 
 
-def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
-    """Return torch's CUDA version, and UUID, name and bytes per GPU; raises `RuntimeError`."""
-    if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped; its error has the reason
-    found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
-    if not found:
-        raise RuntimeError("no GPU is visible: check CUDA_VISIBLE_DEVICES")
-    gpus = [(gpu_uuid(number), one.name, one.total_memory) for number, one in enumerate(found)]
-    return torch.version.cuda, gpus
+def num_gpus() -> int:
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
 
 
-def gpu_of(device: torch.device) -> int:
-    check_cuda()
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    if ordinal >= torch.cuda.device_count():
-        raise SegmentError(
-            f"there is no {device}: this process sees {torch.cuda.device_count()} GPUs"
-        )
-    return ordinal
+def driver_version() -> str:
+    version = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(version))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
-def check_cuda() -> None:
-    if torch.version.cuda is None:
-        raise SegmentError(
-            f"torch {torch.__version__} of this process has no CUDA: install a build of torch "
-            "for CUDA, or use shared memory"
-        )
-    if not torch.cuda.is_available():
-        raise SegmentError(
-            "torch of this process sees no GPU: is the NVIDIA driver there, and "
-            "CUDA_VISIBLE_DEVICES not empty?"
-        )
+def uuid_bytes(ordinal: int, *, of_instance: bool) -> bytes:
+    """Under MIG, the UUID of the instance or of its GPU; else both are alike."""
+    uuid = (ctypes.c_ubyte * 16)()
+    name = "cuDeviceGetUuid_v2" if of_instance else "cuDeviceGetUuid"
+    call(name, ctypes.byref(uuid), _device(ordinal))
+    return bytes(uuid)
+
+
+def gpu_name(ordinal: int) -> str:
+    name = ctypes.create_string_buffer(256)
+    call("cuDeviceGetName", name, ctypes.c_int(len(name)), _device(ordinal))
+    return name.value.decode()
+
+
+def gpu_bytes(ordinal: int) -> int:
+    size = ctypes.c_size_t()
+    call("cuDeviceTotalMem_v2", ctypes.byref(size), _device(ordinal))
+    return size.value
+
+
+def free_bytes(ordinal: int) -> int:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    with on_gpu(ordinal):
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value
+
+
+def attribute(ordinal: int, number: int) -> int:
+    value = ctypes.c_int()
+    call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), _device(ordinal))
+    return value.value
+
+
+def can_access(ordinal: int, other: int) -> bool:
+    can = ctypes.c_int()
+    call("cuDeviceCanAccessPeer", ctypes.byref(can), _device(ordinal), _device(other))
+    return bool(can.value)
+
+
+# Memory of this process. A context must be current.
+
+
+def allocate(size_bytes: int) -> int:
+    address = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+    return address.value
+
+
+def free(address: int) -> None:
+    call("cuMemFree_v2", ctypes.c_uint64(address))
+
+
+def pin(address: int, size_bytes: int) -> int:
+    """Pin host memory, and return its address on the GPUs."""
+    host, size = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
+    call("cuMemHostRegister_v2", host, size, ctypes.c_uint(_PORTABLE_AND_MAPPED))
+    found = ctypes.c_uint64()
+    call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, ctypes.c_uint(0))
+    return found.value
+
+
+def unpin(address: int) -> None:
+    call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+
+def pointer_attribute(number: int, address: int) -> int | None:
+    """Return None for an unknown address, or an attribute that the driver does not know."""
+    value = ctypes.c_uint64()
+    number_, at = ctypes.c_int(number), ctypes.c_uint64(address)
+    code = nvidia_driver().cuPointerGetAttribute(ctypes.byref(value), number_, at)
+    if code in _UNKNOWN:
+        return None
+    _check(code, "cuPointerGetAttribute")
+    return value.value
+
+
+def allocation_of(address: int) -> tuple[int, int] | None:
+    """Return address and bytes of the whole allocation."""
+    base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
+    code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
+    if code in _UNKNOWN:
+        return None
+    _check(code, "cuMemGetAddressRange")
+    return base.value, size.value
+
+
+# Legacy IPC: memory of cuMemAlloc and cudaMalloc.
+
+
+def export_handle(base: int) -> bytes:
+    handle = _IpcHandle()
+    call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return bytes(handle.reserved)
+
+
+def open_handle(handle: bytes) -> int:
+    """Also makes the memory accessible to the GPU whose context is current."""
+    address, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
+    by_value = _IpcHandle.from_buffer_copy(handle)
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
+    return address.value
+
+
+def close_handle(address: int) -> None:
+    call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+# Virtual memory management: memory of cuMemCreate, which is mapped in parts.
+
+
+def retain_part(address: int) -> int | None:
+    """Return the handle of the physical memory at ``address``; None for cuMemAlloc's memory."""
+    handle, at = ctypes.c_uint64(), ctypes.c_void_p(address)
+    code = nvidia_driver().cuMemRetainAllocationHandle(ctypes.byref(handle), at)
+    if code in _UNKNOWN:
+        return None
+    _check(code, "cuMemRetainAllocationHandle")
+    return handle.value
+
+
+def release_part(handle: int) -> None:
+    call("cuMemRelease", ctypes.c_uint64(handle))
+
+
+def handle_types_of(handle: int) -> int:
+    found = _AllocationProperties()
+    name = "cuMemGetAllocationPropertiesFromHandle"
+    call(name, ctypes.byref(found), ctypes.c_uint64(handle))
+    return int(found.handle_types)
+
+
+def export_part(handle: int) -> int:
+    """Return a new descriptor."""
+    fd = ctypes.c_int(-1)
+    name, kind = "cuMemExportToShareableHandle", ctypes.c_int(POSIX_DESCRIPTOR)
+    call(name, ctypes.byref(fd), ctypes.c_uint64(handle), kind, ctypes.c_ulonglong(0))
+    return fd.value
+
+
+def import_part(fd: int) -> int:
+    handle, kind = ctypes.c_uint64(), ctypes.c_int(POSIX_DESCRIPTOR)
+    call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), kind)
+    return handle.value
+
+
+def part_alignment(ordinal: int) -> int:
+    wanted = _AllocationProperties(1, POSIX_DESCRIPTOR, _Location(_ON_DEVICE, ordinal))
+    found = ctypes.c_size_t()
+    name, kind = "cuMemGetAllocationGranularity", ctypes.c_int(_RECOMMENDED)
+    call(name, ctypes.byref(found), ctypes.byref(wanted), kind)
+    return found.value
+
+
+def reserve(size_bytes: int, alignment: int) -> int:
+    address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+    sizes = ctypes.c_size_t(size_bytes), ctypes.c_size_t(alignment)
+    call("cuMemAddressReserve", ctypes.byref(address), *sizes, zero, ctypes.c_ulonglong(0))
+    return address.value
+
+
+def unreserve(address: int, size_bytes: int) -> None:
+    call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+
+
+def map_part(address: int, size_bytes: int, handle: int) -> None:
+    at, size = ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
+    zero = ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_ulonglong(0)
+    call("cuMemMap", at, size, *zero)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+
+
+def allow_access(address: int, size_bytes: int, ordinals: list[int]) -> None:
+    access = (_Access * len(ordinals))()
+    for one, ordinal in zip(access, ordinals, strict=True):
+        one.location, one.flags = _Location(_ON_DEVICE, ordinal), _READ_WRITE
+    at, size = ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
+    call("cuMemSetAccess", at, size, access, ctypes.c_size_t(len(ordinals)))
+
+
+# Bytes, from and to pageable host memory.
+
+
+def write_bytes(ordinal: int, address: int, content: bytes) -> None:
+    with on_gpu(ordinal):
+        call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+
+
+def read_bytes(ordinal: int, address: int, size_bytes: int) -> bytes:
+    content = ctypes.create_string_buffer(size_bytes)
+    with on_gpu(ordinal):
+        call("cuMemcpyDtoH_v2", content, ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+    return content.raw
+
+
+# Streams, and work on them.
+
+
+def new_stream() -> int:
+    stream = ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+    return stream.value or 0
+
+
+def synchronize(stream: int) -> None:
+    call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+
+def copy_async(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Each side is GPU memory or host memory; only pinned host memory is copied in parallel."""
+    sides = ctypes.c_uint64(target), ctypes.c_uint64(source)
+    call("cuMemcpyAsync", *sides, ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
+
+
+def synchronize_all() -> None:
+    call("cuCtxSynchronize")
+
+
+def write_value(address: int, value: int, stream: int) -> None:
+    """Write 8 bytes behind the work so far, whose own writes are visible first."""
+    at, number = ctypes.c_uint64(address), ctypes.c_uint64(value)
+    call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), at, number, ctypes.c_uint(0))
+
+
+def zero_async(address: int, size_bytes: int, stream: int) -> None:
+    at, byte = ctypes.c_uint64(address), ctypes.c_ubyte(0)
+    call("cuMemsetD8Async", at, byte, ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
+
+
+def load_module(image: bytes) -> int:
+    module = ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
+    return module.value or 0
+
+
+def find_kernel(module: int, name: str) -> int:
+    kernel = ctypes.c_void_p()
+    wanted = ctypes.c_void_p(module), ctypes.c_char_p(name.encode())
+    call("cuModuleGetFunction", ctypes.byref(kernel), *wanted)
+    return kernel.value or 0
+
+
+def launch(kernel: int, blocks: int, threads: int, stream: int, *arguments: object) -> None:
+    """Arguments are ctypes values."""
+    shape = [ctypes.c_uint(number) for number in (blocks, 1, 1, threads, 1, 1, 0)]
+    places = [ctypes.addressof(one) for one in arguments]  # type: ignore[arg-type]  # ctypes values
+    array = (ctypes.c_void_p * len(places))(*places)
+    call("cuLaunchKernel", ctypes.c_void_p(kernel), *shape, ctypes.c_void_p(stream), array, None)

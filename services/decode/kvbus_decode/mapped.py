@@ -1,4 +1,4 @@
-"""Mapped memory of prefill engines on this machine; their agents pass descriptors."""
+"""Mapped memory of prefill engines on this machine; their agents pass descriptors or handles."""
 
 import os
 import weakref
@@ -31,10 +31,11 @@ from kvbus.errors import (
 )
 from kvbus.geometry import RankSpec
 from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_to_agent
+from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.memory_limits import check_mappings
 from kvbus.memory.run_copy import swap_word
-from kvbus.protocol.attach import LendMemory, MemoryLent
+from kvbus.protocol.attach import LendMemory, LentSegment, MemoryLent
 from kvbus.protocol.commit_cell import CELLS_BYTES
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
@@ -57,38 +58,82 @@ SegmentKey = tuple[int, str]
 
 @dataclass(slots=True, eq=False)
 class Lent:
+    """Host memory is mapped in this process too, for short copies; GPU memory is not."""
+
     mappings: dict[SegmentKey, SegmentMapping] = field(default_factory=dict)
     fds: dict[SegmentKey, int] = field(default_factory=dict)
+    on_gpu: dict[SegmentKey, PassedGpuMemory] = field(default_factory=dict)
+    num_entries: int = 0
     cells: SegmentMapping | None = None
 
-    def take(self, key: SegmentKey, fd: int, size_bytes: int) -> None:
-        self.fds[key] = os.dup(fd)
-        self.mappings[key] = SegmentMapping(fd, size_bytes=size_bytes, borrowed=True)
+    def take(self, segment: LentSegment, fds: list[int]) -> None:
+        """Own the entry's descriptor, the first of ``fds``, if it has one."""
+        key, cuda = (segment.rank, segment.segment_id), segment.cuda
+        if key in self.mappings or (key in self.on_gpu and self.on_gpu[key].is_whole):
+            raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
+        self.num_entries += 1
+        if cuda is None:
+            fd = fds.pop(0)
+            self.fds[key] = os.dup(fd)
+            self.mappings[key] = SegmentMapping(fd, size_bytes=segment.size_bytes, borrowed=True)
+            return
+        parts = (cuda.part_bytes,) if cuda.part_bytes else ()
+        source = GpuSource(cuda.device, cuda.offset_bytes, cuda.handle, parts)
+        mine = [fds.pop(0)] if parts else []
+        if key in self.on_gpu:
+            self.on_gpu[key].add(source, segment.size_bytes, mine)
+        else:
+            self.on_gpu[key] = PassedGpuMemory(source, segment.size_bytes, mine)
 
-    def defined(self, data: DataProcess, memory: EngineMemory) -> dict[int, Defined]:
-        return {rank.rank: self._define(data.new_number(), memory, rank) for rank in memory.ranks}
+    @property
+    def num_whole(self) -> int:
+        return len(self.mappings) + sum(one.is_whole for one in self.on_gpu.values())
 
-    def _define(self, number: int, memory: EngineMemory, rank: RankSpec) -> Defined:
-        found = {key: one for key, one in self.mappings.items() if key[0] == rank.rank}
+    @property
+    def num_bytes(self) -> int:
+        host = sum(one.size_bytes for one in self.mappings.values())
+        return host + sum(one.size_bytes for one in self.on_gpu.values())
+
+    def defined(
+        self, data: DataProcess, memory: EngineMemory, reader: LocalEngine
+    ) -> dict[int, Defined]:
+        return {
+            rank.rank: self._define(data.new_number(), memory, rank, reader)
+            for rank in memory.ranks
+        }
+
+    def _define(
+        self, number: int, memory: EngineMemory, rank: RankSpec, reader: LocalEngine
+    ) -> Defined:
+        keys = [(rank.rank, segment.segment_id) for segment in rank.segments]
+        fds: list[int] = []
+        for key in keys:
+            fds += self.on_gpu[key].fds if key in self.on_gpu else [self.fds[key]]
         add = AddMemory(
             memory=number,
             engine=memory.engine,
             rank=rank,
-            segments=tuple(
-                SegmentPart(segment_id, one.size_bytes) for (_, segment_id), one in found.items()
-            ),
+            segments=tuple(map(self._part, keys)),
             direct=False,
             borrowed=True,
+            readers=tuple(sorted(reader.devices)) if self.on_gpu else (),
         )
-        return Defined(add, RemoveMemory(memory=number), fds=[self.fds[key] for key in found])
+        return Defined(add, RemoveMemory(memory=number), fds=fds)
+
+    def _part(self, key: SegmentKey) -> SegmentPart:
+        if key in self.on_gpu:
+            one = self.on_gpu[key]
+            return SegmentPart(key[1], one.size_bytes, cuda=one.source)
+        return SegmentPart(key[1], self.mappings[key].size_bytes)
 
     def close(self) -> None:
         """Unmap. Blocks for tens of milliseconds a GiB: run it in a thread."""
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
-        for mapping in (*self.mappings.values(), *filter(None, (self.cells,))):
-            mapping.close()
+        for memory in (*self.mappings.values(), *self.on_gpu.values(), self.cells):
+            if memory is not None:
+                memory.close()
 
 
 # A copy knows addresses only, and cannot be cancelled. These rules hold here and in the data
@@ -127,14 +172,11 @@ class MappedMemory:
             sorted((one.address, one.address + one.size_bytes) for one in lent.mappings.values())
         )
         self._mappings = tuple(lent.mappings.values())  # keeps the addresses mapped
+        self.num_bytes = lent.num_bytes
         self.closed = ""
         """Reason why bytes may not be the engine's, or empty."""
         self.shut_down = weakref.finalize(self, channel.shut_down)
         self.shut_down.atexit = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(end - first for first, end in self.extents)
 
     def has(self, number: int) -> bool:
         return any(defined.number == number for defined in self.ranks.values())
@@ -175,7 +217,7 @@ class MemoryBorrower:
         return sum(memory.num_bytes for memory in self._mapped)
 
     def machine(self, engine: LocalEngine) -> str:
-        return machine_id() if not self._closed and engine.devices == {HOST} else ""
+        return machine_id() if not self._closed else ""
 
     def sharing(self) -> Sharing:
         return sharing(closed=self._closed, engines=self.states)
@@ -186,14 +228,14 @@ class MemoryBorrower:
         """Return the mapped memory of a handshake, or the reason to read it with NIXL."""
         engine_id = done.memory.engine.engine_id
         key, name = (engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
-        closed = self._reason_not_to(done, engine)
+        closed = self._reason_not_to(done)
         known = lender.mapped.get(key)
         if not closed and known is not None and not known.closed:
             return known
         if not closed:
             try:
                 with anyio.fail_after(min(MAP_WITHIN_S, within_s / 2)):
-                    memory = await self._map(name, lender, done)
+                    memory = await self._map(name, lender, done, engine)
             except TimeoutError:
                 closed = "the prefill agent did not lend it in time"
             except anyio.EndOfStream:
@@ -207,23 +249,24 @@ class MemoryBorrower:
         self._note(name, closed)
         return closed
 
-    def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
+    def _reason_not_to(self, done: HandshakeDone) -> str:
         if self._closed:
             return self._closed
-        if engine.devices != {HOST}:
-            return "the decode engine is on a GPU"
         if done.memory_socket.closed:
             return done.memory_socket.closed
         if done.memory_socket.machine != machine_id() or not machine_id():
             return "the prefill agent is on another machine"
         return ""
 
-    async def _map(self, name: str, lender: Lender, done: HandshakeDone) -> MappedMemory:
+    async def _map(
+        self, name: str, lender: Lender, done: HandshakeDone, engine: LocalEngine
+    ) -> MappedMemory:
         channel, lent = _connect(Path(done.memory_socket.path)), Lent()
         data, ranks = self._agent.data, dict[int, Defined]()
         try:
             await _take_all(channel, lender.boot, done, lent)
-            ranks |= lent.defined(data, done.memory)
+            _check_kind(lent, engine)
+            ranks |= lent.defined(data, done.memory, engine)
             for defined in ranks.values():
                 await data.result(defined)
             memory = MappedMemory(name, lender, channel, lent, ranks)
@@ -317,14 +360,14 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
     wanted = _sizes(done.memory)
     has_all = False
     while not has_all:
-        has_all = len(lent.mappings) == len(wanted)
+        has_all = lent.num_whole == len(wanted)
         lend = LendMemory(
             agent_boot=boot,
             engine_id=done.memory.engine.engine_id,
             memory_id=done.memory_id,
             rank_secret=done.rank_secret,
             grant=done.grant,
-            first=len(lent.mappings),
+            first=lent.num_entries,
             cells=has_all,
         )
         answer, fds = await channel.request({"op": lend.op, "body": to_body(lend)})
@@ -360,7 +403,8 @@ def _check(reply: MemoryLent, fds: list[int], boot: str, wanted: Mapping[Segment
             "namespace",
             code=ErrorCode.STALE,
         )
-    if len(fds) != len(reply.segments) or not fds:
+    num_fds = sum(one.cuda is None or one.cuda.part_bytes > 0 for one in reply.segments)
+    if len(fds) != num_fds or not reply.segments:
         raise ProtocolError(f"{len(reply.segments)} segments came with {len(fds)} descriptors")
     for segment in reply.segments:
         least_bytes = wanted.get((segment.rank, segment.segment_id))
@@ -376,7 +420,10 @@ def _check(reply: MemoryLent, fds: list[int], boot: str, wanted: Mapping[Segment
 def _map_some(reply: MemoryLent, fds: list[int], lent: Lent) -> None:
     check_mappings()
     for segment in reply.segments:
-        key = segment.rank, segment.segment_id
-        if key in lent.mappings:
-            raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
-        lent.take(key, fds.pop(0), segment.size_bytes)
+        lent.take(segment, fds)
+
+
+def _check_kind(lent: Lent, engine: LocalEngine) -> None:
+    if bool(lent.on_gpu) == (HOST in engine.devices):
+        one, other = ("GPU", "host") if lent.on_gpu else ("host", "GPU")
+        raise SegmentError(f"the prefill engine has {one} memory, the decode engine {other} memory")

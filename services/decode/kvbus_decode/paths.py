@@ -168,7 +168,7 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
 def _unstaged(route: Route) -> str:
     if not route.prefill_direct:
         return "the memory of the prefill engine is unregistered"
-    if not route.decode_mapped:
+    if not route.decode_on_host:
         return "the memory of the decode engine is on a GPU"
     if route.is_mapped:
         return "the memory of the prefill engine is mapped"
@@ -176,8 +176,6 @@ def _unstaged(route: Route) -> str:
 
 
 def _unmapped(route: Route) -> str:
-    if not route.decode_mapped:
-        return "the memory of the decode engine is on a GPU"
     for source in route.sources:
         if not source.is_mapped:
             where = source.peer.endpoint

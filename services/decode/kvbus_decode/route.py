@@ -101,7 +101,7 @@ class Route:
         self.readers = {one.rank.rank: _placed(engine.spec, one.rank, held) for one in ours}
         self.prefill_direct = all(placed.direct for placed in placed_there)
         self.decode_direct = all(rank.direct for rank in ours)
-        self.decode_mapped = all(rank.device == HOST for rank in ours)
+        self.decode_on_host = all(rank.device == HOST for rank in ours)
         self._map = ReadMap(
             ranks,
             [placed.rank for placed in self.readers.values()],
@@ -133,7 +133,7 @@ class Route:
 
     @property
     def is_mapped(self) -> bool:
-        return self.decode_mapped and all(one.is_mapped for one in self.sources)
+        return all(one.is_mapped for one in self.sources)
 
     def next_replica_index(self) -> int:
         """Rotate, so that fetches share replicas."""
@@ -190,7 +190,7 @@ class Route:
         if self.is_mapped and mapped is not None:
             here = self._mapped_plan(source, mapped, shares)
             plan = replace(plan, mapped=here, copy_plan=self._define(mapped.ranks, shares))
-        elif is_registered and self.decode_mapped:
+        elif is_registered and self.decode_on_host:
             size = self._slot_bytes
             staged = staged_plans(source.ranks, self.readers, joined, slot_bytes=size)
             if staged:
@@ -222,6 +222,9 @@ class Route:
     def _mapped_plan(
         self, source: Source, mapped: MappedMemory, shares: tuple[Share, ...]
     ) -> RunPlan | None:
+        """Return a plan for copies by the control process; None for GPU memory."""
+        if not mapped.addresses:
+            return None
         held, engine = {group.name for group in self.prefill.groups}, self.engine
         there = {
             n: _placed(self.prefill, placed.rank, held, mapped.addresses[n])

@@ -1,18 +1,24 @@
-"""Read-only lending of engine memory to decode agents of this machine and user."""
+"""Lending of engine memory to decode agents of this machine and user.
+
+Host memory is lent read-only. CUDA cannot do this for GPU memory.
+"""
 
 import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import structlog
+from msgspec import structs
 
 from kvbus.agent.config import MEMORY_SOCKET
 from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.observe import Refusals
+from kvbus.agent.segments import Passed
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
@@ -20,6 +26,7 @@ from kvbus.memory.mapping import PassedFile
 from kvbus.protocol.attach import (
     MAX_LENT_AT_ONCE,
     LendMemory,
+    LentCuda,
     LentSegment,
     MemoryLent,
     MemorySocket,
@@ -84,10 +91,9 @@ class MemoryLender:
         return len(self._readers)
 
     def socket_for(self, engine: LocalEngine) -> MemorySocket:
-        closed, files = self._closed, [passed for *_, passed in _segments(engine)]
-        if not closed and None in files:
-            closed = "the prefill engine is on a GPU"
-        if not closed and any(one is not None and not one.is_lendable for one in files):
+        closed, passed = self._closed, [one for *_, one in _segments(engine)]
+        files = [one for one in passed if isinstance(one, PassedFile)]
+        if not closed and not all(one.is_lendable for one in files):
             closed = "the prefill agent cannot open the engine's memory for reading only"
         path = "" if closed else str(self._server.path)
         return MemorySocket(path=path, machine=machine_id(), closed=closed)
@@ -147,11 +153,11 @@ class MemoryLender:
             openers = [cells.reopen] if cells is not None else []
             answer = MemoryLent(self._agent.identity.agent_boot, ())
             return PassingAnswer(to_body(answer), _opened(openers))
-        lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
+        lent = [one for segment in _segments(engine) for one in _entries(*segment)]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
-        segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
-        answer = MemoryLent(self._agent.identity.agent_boot, segments)
-        return PassingAnswer(to_body(answer), _opened([one.reopen for *_, one in some]))
+        answer = MemoryLent(self._agent.identity.agent_boot, tuple(one for one, _ in some))
+        openers = [opener for _, opener in some if opener is not None]
+        return PassingAnswer(to_body(answer), _opened(openers))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
         if wanted.agent_boot != self._agent.identity.agent_boot:
@@ -164,12 +170,27 @@ class MemoryLender:
         return engine
 
 
-def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, PassedFile | None]]:
+def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, Passed]]:
     for memory in engine.ranks.values():
         for segment in memory.rank.segments:
-            passed = memory.segments.passed[segment.segment_id]
-            shared = passed if isinstance(passed, PassedFile) else None
-            yield memory.rank.rank, segment.segment_id, shared
+            yield memory.rank.rank, segment.segment_id, memory.segments.passed[segment.segment_id]
+
+
+def _entries(
+    rank: int, name: str, passed: Passed
+) -> Iterator[tuple[LentSegment, Callable[[], int] | None]]:
+    """Yield entries of a reply, and what opens the descriptor of each."""
+    if isinstance(passed, PassedFile):
+        yield LentSegment(rank, name, passed.size_bytes), passed.reopen
+        return
+    source = passed.source
+    cuda = LentCuda(source.device, source.offset_bytes, source.handle)
+    segment = LentSegment(rank, name, passed.size_bytes, cuda)
+    if source.handle:
+        yield segment, None
+    for part_bytes, fd in zip(source.parts, passed.fds, strict=True):
+        part = structs.replace(cuda, part_bytes=part_bytes)
+        yield structs.replace(segment, cuda=part), partial(os.dup, fd)
 
 
 # A reply may wait for its reader while the engine ends. Then the engine's descriptors are closed,

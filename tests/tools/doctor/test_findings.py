@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from kvbus.doctor import data_plane, host
-from kvbus.doctor.data_plane import GpuMemory, ReadSpeed
+from kvbus.doctor.data_plane import LentGpuMemory, ReadSpeed
+from kvbus.memory.gpu_source import GpuSource
 from tests.tools.doctor.running import check_finding
 
 MIB = 1 << 20
 REFUSED = "Operation not permitted"
-GPU = GpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), "GPU-1", b"", 0, 1)
+GPU = LentGpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), GpuSource("GPU-1", 0, bytes(64)), 1)
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 Finding = Any
 
@@ -32,7 +33,7 @@ def limit(
     return next(one for one in found if one.name == f"limits.{subject}")
 
 
-def ipc(read: GpuMemory | None, error: str) -> Finding:
+def ipc(read: LentGpuMemory | None, error: str) -> Finding:
     return data_plane.ipc_finding(read, error, num_devices=1)
 
 

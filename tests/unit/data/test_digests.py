@@ -20,7 +20,8 @@ from tests.unit.planning.handoffs import Case, cases, copied_by_loops, some
 
 def digests(memory: InMemory, rank: int, tile: Tile, **sample: Any) -> list[int]:
     side, paged = memory.side, partial(memory.paged, rank)
-    local: Any = SimpleNamespace(engine=side.engine, paged=paged, run=lambda call: call())
+    room = partial(np.empty, dtype=np.uint8)
+    local: Any = SimpleNamespace(engine=side.engine, paged=paged, room=room)
     table, turn = side.tables[tile.group], wire.Turn("turn")
     asked = wire.DigestJob(memory=rank, table=table, tile=tile, turn=turn, **sample)
     job = DigestParts(asked, local)
@@ -49,10 +50,10 @@ def wanted(case: Case, tile: Tile, piece: Piece) -> int:
 
 
 @some(160)
-@given(case=cases(), one_in=st.integers(1, 3), offer_id=st.text(max_size=3), as_gpu=st.booleans())
-def test_both_sides_digest_like_loops(case: Case, one_in: int, offer_id: str, as_gpu: bool) -> None:
-    prefill = InMemory(case.prefill, as_gpu=as_gpu)
-    decode = InMemory(case.decode, copied_by_loops(case)[0], as_gpu=as_gpu)
+@given(case=cases(), one_in=st.integers(1, 3), offer_id=st.text(max_size=3))
+def test_both_sides_digest_like_loops(case: Case, one_in: int, offer_id: str) -> None:
+    prefill = InMemory(case.prefill)
+    decode = InMemory(case.decode, copied_by_loops(case)[0])
     sample: dict[str, Any] = {"offer_id": offer_id, "one_in": one_in}
     for holder, reader, tile in tiles_of(case):
         if chosen := list(chosen_tiles(tile, **sample)):

@@ -7,17 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from kvbus.data import messages as wire
-from kvbus.geometry import BlockTable
 from tests.support.agents import wait_until
-from tests.support.data_process import MIB, WITHIN_S, Bytes, Data, DataInThread
-from tests.unit.data.conftest import MakeMemory, MakePair, Start
+from tests.support.data_process import MIB, WITHIN_S, Data
+from tests.unit.data.conftest import MakePair, Start
 
 CANARY = 0xA5
 PARENT = """
@@ -112,44 +109,6 @@ def _is_at_end(fd: int) -> bool:
         return os.read(fd, 1) == b""
     except BlockingIOError:
         return False
-
-
-class LostGpu:
-    """A GPU at which the first copy faults: each later call of CUDA fails, too."""
-
-    def __init__(self, *_: object, size_bytes: int = 0, **__: object) -> None:
-        self.size_bytes = size_bytes
-
-    def view(self) -> Bytes:
-        return np.zeros(self.size_bytes, np.uint8)
-
-    def run(self, _: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_gpu_fault_ends_data_process(monkeypatch: pytest.MonkeyPatch, memory: MakeMemory) -> None:
-    names = dict.fromkeys(("CudaMapping", "CopyStream", "GpuMover"), LostGpu)
-    package = SimpleNamespace(gpu_ordinal=lambda _: 0, is_context_lost=lambda: True, **names)
-    monkeypatch.setattr("kvbus.data.memories.cuda", lambda: package)
-    flat, data = memory(4, 4096), DataInThread()
-    part = wire.CudaPart("GPU-0", bytes(64), 0)
-    segments = (wire.SegmentPart("kv", flat.segment.size_bytes, cuda=part),)
-    table, turn = BlockTable.of([0]), wire.Turn("turn")
-
-    try:
-        data.call(structs.replace(flat.added(1, direct=False), segments=segments))
-        zero = wire.Zero(memory=1, group="flat", table=table, span=(0, 1), turn=turn)
-        number = data.send(zero)
-        data.until(lambda: data.has_hung_up)
-        reply = data.replies.get(number)  # without one, the copy fails as the process ends
-    finally:
-        data.end()
-
-    assert "illegal memory access" in str(data.error)
-    assert reply is None or "CUDA is lost" in str(reply.error)
 
 
 LAZY = "nixl torch asyncio anyio zmq structlog prometheus_client"

@@ -12,9 +12,7 @@ from msgspec import structs
 from kvbus.data import messages as wire
 from kvbus.errors import ErrorCode, GeometryError, LocalError, SegmentError
 from kvbus.geometry import BlockTable, Tile
-from kvbus.memory.segment import SharedSegment
-from tests.support.data_process import GROUP, MIB, Data, DataInThread, add_plan
-from tests.support.gpu_stand_in import replace_cuda
+from tests.support.data_process import GROUP, MIB, Data, add_plan
 from tests.unit.data.conftest import MakeMemory, MakePair, code_of
 
 HOST, BLOCK_BYTES, NUM_SLOTS = "host", 16 << 10, 3
@@ -144,31 +142,6 @@ def huge_bytes(data: Data, address: int) -> int:
         if int(found[1], 16) <= address < int(found[2], 16):
             return int(found[3]) << 10
     return 0
-
-
-@pytest.mark.parametrize(("nic_reads_gpu", "refused"), [(True, ["VRAM"]), (False, [])])
-def test_gpu_slots_are_pinned_unless_nic_and_nixl_take_vram(
-    monkeypatch: pytest.MonkeyPatch, nic_reads_gpu: bool, refused: list[str]
-) -> None:
-    made: list[SharedSegment] = []
-
-    def slots(size_bytes: int, _: int, *, pinned: bool) -> SharedSegment:
-        made.append(SharedSegment(size_bytes))
-        return made[-1]
-
-    replace_cuda(monkeypatch, gpu_ordinal=lambda _: 3, GpuSlots=slots)
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    data, sizes = DataInThread(), {"num_slots": NUM_SLOTS, "slot_bytes": 4096}
-    try:
-        data.call(wire.OpenNixl())
-        opened = data.call(wire.OpenSlots(device="GPU-0", nic_reads_gpu=nic_reads_gpu, **sizes))
-    finally:
-        data.end()
-        for one in made:
-            one.close()
-
-    assert (opened.memory_kind, opened.nixl_device) == ("DRAM", 0)
-    assert [line.fields["memory"] for line in logged(data)] == refused
 
 
 def logged(data: Data) -> list[wire.Log]:

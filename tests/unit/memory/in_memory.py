@@ -2,46 +2,52 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from kvbus.geometry import Tile, slot_bytes
-from kvbus.memory.copying import PagedMemory
-from kvbus.memory.cuda import GpuMover
+from kvbus.memory.copying import ByteRange, HostMover, Mover, PagedMemory
 from kvbus.planning import PlacedRank, ReadMap, RunPlan, Share, cut_into_tiles, position_bytes
 from tests.unit.planning.handoffs import Case, Side, where_elements_lie
 
+Place = Callable[[bytes], npt.NDArray[np.uint8]]
+"""Puts the bytes where they are copied from, and returns them as they are there."""
+
+
+def on_host(content: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(bytearray(content), np.uint8)
+
 
 class InMemory:
-    """One side of a handoff; ``content`` is that of its memory, by default what was drawn.
-
-    ``as_gpu`` has it copied by what copies memory of GPUs.
-    """
+    """One side of a handoff; ``content`` is that of its memory, by default what was drawn."""
 
     def __init__(
-        self, side: Side, content: bytes = b"", *, device: str = "cpu", as_gpu: bool = False
+        self,
+        side: Side,
+        content: bytes = b"",
+        *,
+        place: Place = on_host,
+        mover: Mover = HostMover(),  # noqa: B008 - it has no state
     ) -> None:
-        self.side, self.as_gpu = side, as_gpu or device != "cpu"
-        self.bytes = torch.frombuffer(bytearray(content or side.memory), dtype=torch.uint8)
-        self.bytes = self.bytes.to(device)
+        self.side, self.mover = side, mover
+        self.bytes = place(content or side.memory)
 
     def content(self) -> bytes:
-        return self.bytes.cpu().numpy().tobytes()
+        return self.bytes.tobytes()
 
     def placed(self, rank: int) -> PlacedRank:
-        placed, moved = self.side.ranks[rank], self.bytes.data_ptr() - self.side.base
+        placed, moved = self.side.ranks[rank], self.bytes.ctypes.data - self.side.base
         return replace(placed, addresses={n: at + moved for n, at in placed.addresses.items()})
 
     def paged(self, rank: int, group: str) -> PagedMemory:
-        placed = self.side.ranks[rank]
-        buffers: dict[str, Any] = {}
-        for segment in placed.rank.segments:
-            first = placed.addresses[segment.segment_id] - self.side.base
-            whole = self.bytes[first : first + segment.size_bytes]
-            buffers[segment.segment_id] = whole if self.as_gpu else whole.numpy()
-        mover = GpuMover(list(buffers.values())) if self.as_gpu else None
-        return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers, mover=mover)
+        placed = self.placed(rank)
+        segments = {
+            segment.segment_id: ByteRange(placed.addresses[segment.segment_id], segment.size_bytes)
+            for segment in placed.rank.segments
+        }
+        spec, regions = placed.engine.group(group), placed.rank.regions
+        return PagedMemory(spec, regions, segments, self.mover)
 
 
 def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
@@ -66,29 +72,20 @@ def move_through_slots(
     decode: InMemory,
     *,
     room: int = 4,
-    new_slot: Callable[[int], torch.Tensor],
-    is_apart: bool = False,
+    new_slot: Place = on_host,
 ) -> None:
-    """Gather each tile, and scatter it.
-
-    ``is_apart`` has slots on what torch takes for another device than the ranks'.
-    """
+    """Gather each tile, and scatter it."""
     for share, tile in tiles_of(case, room=room):
         holder = prefill.paged(share.holder, share.group)
         readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
-        if is_apart:
-            for memory in (holder, *readers.values()):
-                if isinstance(memory.mover, GpuMover):
-                    memory.mover.device = torch.device("cpu", 0)
         num_bytes = slot_bytes(holder.group, tile)
-        whole = new_slot(num_bytes)
-        slot = whole if prefill.as_gpu else whole.numpy()
-        beyond = whole[num_bytes:].clone()
+        slot = new_slot(bytes(num_bytes + 5))
+        there = ByteRange(slot.ctypes.data, len(slot))
 
-        holder.gather(case.prefill.tables[tile.group], tile, slot)
+        holder.gather(case.prefill.tables[tile.group], tile, there)
         for memory in readers.values():
-            memory.scatter(case.decode.tables[tile.group], tile, slot)
-        assert torch.equal(whole[num_bytes:], beyond)
+            memory.scatter(case.decode.tables[tile.group], tile, there)
+        assert not slot[num_bytes:].any()
 
 
 def zero_what_is_moved(case: Case, decode: InMemory) -> None:

@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -21,10 +21,11 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory.copying import PagedMemory
+from kvbus.memory.copying import ByteRange, PagedMemory
 from tests.unit.memory.in_memory import (
     InMemory,
     move_through_slots,
+    on_host,
     zero_what_is_moved,
     zeroed_by_loops,
 )
@@ -34,35 +35,23 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
 
 
 @some(1000, share=8)
-@given(
-    cases(HEAD_DIMS),
-    st.integers(1, 60),
-    st.sampled_from([0, 3, 8, 16]),
-    st.sampled_from(["host", "gpu", "apart"]),
-)
-def test_gathered_slots_arrive_everywhere(
-    case: Case, room: int, aligned_to: int, kind: str
-) -> None:
-    as_gpu = kind != "host"
-    prefill, decode = (InMemory(side, as_gpu=as_gpu) for side in (case.prefill, case.decode))
+@given(cases(HEAD_DIMS), st.integers(1, 60), st.sampled_from([0, 3, 8, 16]))
+def test_gathered_slots_arrive_everywhere(case: Case, room: int, aligned_to: int) -> None:
+    prefill, decode = InMemory(case.prefill), InMemory(case.decode)
 
-    def new_slot(num_bytes: int) -> torch.Tensor:
-        """Noise, somewhere in a larger storage."""
-        noise = bytearray(np.random.default_rng(room).bytes(aligned_to + num_bytes + 5))
-        return torch.frombuffer(noise, dtype=torch.uint8)[aligned_to:]
+    def new_slot(content: bytes) -> npt.NDArray[np.uint8]:
+        return on_host(bytes(aligned_to) + content)[aligned_to:]
 
-    move_through_slots(
-        case, prefill, decode, room=room, new_slot=new_slot, is_apart=kind == "apart"
-    )
+    move_through_slots(case, prefill, decode, room=room, new_slot=new_slot)
 
     assert decode.content() == copied_by_loops(case)[0]
     assert prefill.content() == case.prefill.memory
 
 
 @some(200)
-@given(cases(HEAD_DIMS), st.booleans())
-def test_zeroing_clears_only_asked_positions_of_each_group(case: Case, as_gpu: bool) -> None:
-    decode = InMemory(case.decode, as_gpu=as_gpu)
+@given(cases(HEAD_DIMS))
+def test_zeroing_clears_only_asked_positions_of_each_group(case: Case) -> None:
+    decode = InMemory(case.decode)
     zero_what_is_moved(case, decode)
     assert decode.content() == zeroed_by_loops(case)
 
@@ -94,20 +83,20 @@ TABLE = BlockTable.of([5, 0, 3])
 )
 @pytest.mark.parametrize("copy", [PagedMemory.gather, PagedMemory.scatter])
 def test_tile_beyond_memory_is_refused(copy: Any, changes: dict[str, Any], message: str) -> None:
-    memory = torch.arange(RANK.segments[0].size_bytes).to(torch.uint8)
-    ring, before = torch.zeros(2 * TILE_BYTES, dtype=torch.uint8), memory.clone()
+    memory = np.arange(RANK.segments[0].size_bytes).astype(np.uint8)
+    ring, before = np.zeros(2 * TILE_BYTES, np.uint8), memory.copy()
     changes = {"table": TABLE, "room": TILE_BYTES} | changes
     table, room = changes.pop("table"), changes.pop("room")
-    paged = PagedMemory(GROUP, RANK.regions, {"kv": memory.numpy()})
+    paged = PagedMemory(GROUP, RANK.regions, {"kv": ByteRange.of(memory)})
     with pytest.raises(GeometryError, match=message):
-        copy(paged, table, replace(TILE, **changes), ring[:room].numpy())
+        copy(paged, table, replace(TILE, **changes), ByteRange.of(ring[:room]))
     assert not ring.any()
-    assert torch.equal(memory, before)
+    assert np.array_equal(memory, before)
 
 
 def test_a_region_that_leaves_its_buffer_is_refused() -> None:
     with pytest.raises(GeometryError, match="segment 'kv', which has 5000"):
-        PagedMemory(GROUP, RANK.regions, {"kv": np.zeros(5000, np.uint8)})
+        PagedMemory(GROUP, RANK.regions, {"kv": ByteRange(1 << 20, 5000)})
     with pytest.raises(GeometryError, match="which has 0"):
         PagedMemory(GROUP, RANK.regions, {})
 
@@ -117,14 +106,14 @@ def test_what_is_kept_of_tiles_that_readers_choose_is_bounded() -> None:
     group = GroupSpec("full", tuple(range(8)), 16, 2, 8, "float16")
     rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=1)
     buffer = np.zeros(rank.segments[0].size_bytes, np.uint8)
-    memory, layers = PagedMemory(group, rank.regions, {"kv": buffer}), list(range(8))
-    slot, kept_bytes = buffer.copy(), []
+    memory, layers = PagedMemory(group, rank.regions, {"kv": ByteRange.of(buffer)}), list(range(8))
+    room, kept_bytes = buffer.copy(), []
 
     tracemalloc.start()
     for number in range(900):
         Random(number).shuffle(layers)
         tile = Tile("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
-        memory.gather(BlockTable.of([0]), tile, slot)
+        memory.gather(BlockTable.of([0]), tile, ByteRange.of(room))
         kept_bytes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
 

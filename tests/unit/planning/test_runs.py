@@ -113,6 +113,20 @@ def test_copy_is_refused_if_one_source_byte_is_not_mapped(case: Case, data: st.D
         runs.check_sources(hurt)
 
 
+@some(400, share=16)
+@given(cases())
+def test_runs_are_divided_by_the_memory_of_their_targets(case: Case) -> None:
+    runs, found = case.runs(), list[tuple[int, int, int]]()
+    for placed in case.decode.ranks.values():
+        starts = [(placed.addresses[one.segment_id], one) for one in placed.rank.segments]
+        extents = [(at, at + segment.size_bytes) for at, segment in starts]
+        mine = list(runs.with_targets_in(extents))
+        assert all(any(at <= target < end for at, end in extents) for target, _, _ in mine)
+        found += mine
+
+    assert sorted(found) == sorted(runs)
+
+
 NUM_TOKENS, JOB_BYTES = 1500, 1 << 20
 Numbers = npt.NDArray[Any]
 

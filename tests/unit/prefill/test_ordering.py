@@ -15,12 +15,11 @@ from kvbus.errors import ErrorCode, LocalError, RequestRefused
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import PassSegment, to_body
 from tests.support.agents import until
-from tests.support.gpu_stand_in import StandIn, engine_on, gpu
+from tests.support.pageless import link_without_page
 from tests.unit.prefill.inside import PrefillAgent
 from tests.unit.prefill.test_gpu_memory import greeted
 
 pytestmark = pytest.mark.anyio
-__all__ = ["gpu"]
 
 ONE: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [3]}}
 STEP = 512
@@ -88,13 +87,11 @@ async def test_lost_engine_leaves_nothing_parked(agent: PrefillAgent) -> None:
         await offer
 
 
-async def test_request_of_engine_without_page_is_refused_by_name(
-    gpu: StandIn, agent: PrefillAgent
-) -> None:
-    async with engine_on(gpu, agent.attach, seed=1) as source:
+async def test_request_of_engine_without_page_is_refused_by_name(agent: PrefillAgent) -> None:
+    async with link_without_page(agent.attach) as link:
         with pytest.raises(RequestRefused, match="passed no page of sequence") as refused:
-            await source.control.offer("r", after=5, **ONE)
-        await source.control.offer("r", **ONE)
+            await link.offer("r", after=5, **ONE)
+        await link.offer("r", **ONE)
     assert refused.value.code is ErrorCode.SEGMENT
 
 

@@ -20,14 +20,12 @@ from kvbus.planning import chosen_tiles, num_pieces
 from kvbus.protocol import Digests
 from tests.support.agents import until
 from tests.support.engines import FULL, NUM_BLOCKS, Engine, engine, make_spec, rank_link
-from tests.support.gpu_stand_in import StandIn, engine_on, gpu
 from tests.support.memories import Memory
 from tests.support.strict_links import StrictLink, bits
 from tests.unit.prefill.inside import SETTINGS, PrefillAgent, given_back, prefill_agent
 from tests.unit.prefill.leases import IDS, SECRET, TILE, Case, case_of, lease, leased
 
 pytestmark = pytest.mark.anyio
-__all__ = ["gpu"]
 
 
 def numbers(told: Digests) -> list[int]:
@@ -256,23 +254,3 @@ async def test_memory_of_dead_engine_stays_during_copy(agent: PrefillAgent, dire
         await until(lambda: not agent.counts["slots"])
     assert refusals[0].code is ErrorCode.ENGINE_LOST
     assert (slots, kept) == (1, True)
-
-
-async def test_gpu_memory_closes_after_its_copy(folder: Path, gpu: StandIn) -> None:
-    refusals: list[RequestRefused] = []
-    async with (
-        prefill_agent(folder, late_read_s=86_400) as agent,
-        agent.reader() as reader,
-        anyio.create_task_group() as tasks,
-    ):
-        async with engine_on(gpu, agent.attach, seed=1) as source:
-            _, case = await lease(agent, source, reader)
-            gpu.may_copy.clear()
-            tasks.start_soon(note_refusal, case, refusals)
-            await until(lambda: gpu.num_copies)
-        await until(lambda: refusals)
-        num_open = gpu.num_open
-        gpu.may_copy.set()
-        await until(lambda: not gpu.num_open)
-    assert num_open == 1
-    assert refusals[0].code is ErrorCode.ENGINE_LOST
