@@ -221,7 +221,7 @@ class Runtime:
             bus_errors=bus_errors,
             data=data,
             data_plane=DataPlane(interfaces, data),
-            processes=ProcessReport(data),
+            processes=ProcessReport(data, staging),
             staging=staging,
             folder=config.runtime_path,
             identity=identity,
@@ -293,6 +293,7 @@ class Runtime:
             if status.num_restarts:
                 agent.tasks.start_soon(agent.staging.check)
                 agent.engines.check_memory()
+                self.service.check_memory()
             if agent.data.is_open:
                 agent.tasks.start_soon(agent.data_plane.check_until_done)
         elif not agent.data.is_closing:

@@ -64,7 +64,8 @@ class AddMemory(DataRequest, frozen=True):
     """Reply: `MemoryAdded`.
 
     ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL. GPU memory
-    is for copies by the GPUs of ``readers``, by default its own.
+    is for copies by the GPUs of ``readers``, by default its own. Host memory with ``readers`` is
+    pinned, and the first of them copies into it.
     """
 
     memory: int
@@ -272,6 +273,8 @@ class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     address: int
     memory_kind: MemoryKind
     nixl_device: int
+    gpu_bytes: int | None = None
+    """Memory that the process has taken of the GPU: its context, and slots if they are there."""
 
 
 class MemoryAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -293,6 +293,16 @@ class Link:
         self.runner.post(partial(self._fetches.submit, state))
         return fetch
 
+    def report_blocks(self, *, free: int, low: int) -> None:
+        """Report free blocks; while they are below ``low``, a prefill agent parks offers early.
+
+        Never blocks or raises. Call it in each step: only a change is sent.
+        """
+        if self._offers.is_short is not (free < low):
+            self._offers.is_short = free < low
+            with suppress(ClosedError):
+                self.runner.post(self._offers.report_blocks)
+
     def release(self, ticket: Mapping[str, Any]) -> None:
         """Release the offer of this ticket or rendezvous, also after a failed fetch.
 

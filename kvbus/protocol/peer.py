@@ -61,6 +61,7 @@ TileTable = BlockTable
 """Exactly the blocks of the tile's positions, with the block ids of the offer."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
+ReadEngine = Annotated[str, msgspec.Meta(max_length=256)]
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
@@ -118,8 +119,8 @@ class HandshakeDone(Message, frozen=True):
 @request(
     "handshake",
     Socket.PREFILL_PEER,
-    refusals=f"unsupported_version {OF_OFFER} engine_unknown engine_not_ready incompatible "
-    "geometry transfer_failed busy",
+    refusals=f"unsupported_version {OF_OFFER} offer_parked engine_unknown engine_not_ready "
+    "incompatible geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """Introduce a decode engine to a prefill engine. The decode agent sends it to each agent with
@@ -168,7 +169,7 @@ class Granted(Message, frozen=True):
     """The right to the lease."""
 
 
-@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
+@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} offer_parked busy")
 class Acquire(Request[Granted], frozen=True):
     """Acquire a lease of an offer. At most as many leases are live as ``readers`` are left. The
     same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the
@@ -183,6 +184,8 @@ class Acquire(Request[Granted], frozen=True):
     secret: OfferSecret
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
+    engine_id: ReadEngine = ""
+    """Engine whose memory the reader is going to read: that of the ticket, or the pool."""
     part: bool = False
     """Whether the reader is an agent of a decode engine other than its home. It does not count as
     one of the ``readers``. An offer has at most 1,024 of these leases."""
@@ -209,7 +212,7 @@ class Renew(Request[Granted], frozen=True):
     "commit",
     Socket.PREFILL_PEER,
     at_once=True,
-    refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
+    refusals=f"{OF_OFFER} offer_open offer_parked lease_expired busy geometry",
 )
 class Commit(Request[Empty], frozen=True):
     """Confirm the read after the last byte has landed. The bytes are valid only if the reply is
@@ -228,8 +231,8 @@ class Commit(Request[Empty], frozen=True):
     other tables. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
     """Tokens of the ticket; ``geometry`` if the offer has another number."""
-    engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Engine of the ticket; ``geometry`` if the offer has another one."""
+    engine_id: ReadEngine = ""
+    """Engine of the ticket, or the pool; ``geometry`` if the offer has another one."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
@@ -416,7 +419,11 @@ class Digests(Message, frozen=True):
     """Digest of each chosen piece, in order: 8 bytes, little-endian."""
 
 
-@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
+@request(
+    "digest",
+    Socket.PREFILL_PEER,
+    refusals=f"{OF_OFFER} offer_open offer_parked geometry transfer_failed",
+)
 class Digest(Request[Digests], frozen=True):
     """Get digests of a tile as one rank holds it now; see [Digests](#digests)."""
 
@@ -508,6 +515,10 @@ class FetchPart(Request[PartFetched], frozen=True):
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``fetch``."""
+    pool_id: ReadEngine = ""
+    """Pool that has the blocks of a parked offer; empty for the ticket's engine."""
+    pool_instance: Text = ""
+    """Instance of that pool."""
     origin: Secret | None = None
     """Name of all parts that this process of the home requests from this agent in one fetch."""
     after: SequenceNumber = 0

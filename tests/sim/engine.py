@@ -410,6 +410,10 @@ class PrefillEngine(SimEngine):
         if handoff.offer is not None:
             handoff.offer.withdraw()
 
+    def park(self, handoff: Handoff) -> None:
+        if handoff.offer is not None:
+            handoff.offer.park()
+
     def see(self, notice: wire.Notice) -> None:
         if self._connection is not None:
             self._connection.events.on_notice(notice)

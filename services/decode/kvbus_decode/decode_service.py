@@ -208,18 +208,24 @@ class DecodeService(Service):
                 reply_to=call,
                 rendezvous=rendezvous,
                 remote_ranks=remote_ranks,
+                pool=self._leases.pool_of(ticket),
             )
         )
 
     def _part_requested(self, part: FetchPart, caller: Part) -> ev.Requested:
         engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         ticket = self._tickets.read(part.ticket)
-        route = self.routes.find(ticket, engine)
+        pool = ev.Pool(part.pool_id, part.pool_instance) if part.pool_id else None
+        route = self.routes.find(pool.holds(ticket) if pool else ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
             route.close()  # a rank of the prefill engine has restarted since
         request = convert(part, StartFetch, from_attributes=True)
+        rank_secret = part.rank_secret
         return self._requested(
-            engine, request, ticket, caller.key, reply_to=caller, rank_secret=part.rank_secret
+            *(engine, request, ticket, caller.key),
+            reply_to=caller,
+            rank_secret=rank_secret,
+            pool=pool,
         )
 
     def _requested(
@@ -253,7 +259,7 @@ class DecodeService(Service):
             commit_token=request.token or new_secret(),
             **more,
         )
-        route = self.routes.find(ticket, engine) if requested.has_ticket else None
+        route = self.routes.find(requested.source, engine) if requested.has_ticket else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
             speculative = speculative_read_of(requested, route, choice) if choice else None
@@ -284,7 +290,8 @@ class DecodeService(Service):
     # READ fails as if the peer were lost, in each attempt. So this agent checks the engine's files.
     def _end_attempt(self, command: ev.EndAttempt) -> None:
         self._leases.end(command.requested.resources)
-        self._metrics.count_retry(command.error.code)
+        if command.error.code is not ErrorCode.OFFER_PARKED:
+            self._metrics.count_retry(command.error.code)
         log_retry(command)
         self._agent.engines.find_cuts(command.requested.engine_id)
 

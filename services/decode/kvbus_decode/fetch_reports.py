@@ -17,6 +17,7 @@ from kvbus.agent.spans import (
     sending_span,
     state_spans,
 )
+from kvbus.errors import ErrorCode
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.tools import OtherAgent, Span, Status, Trace, TraceResult, trace_attributes
@@ -91,8 +92,9 @@ class DecodeMetrics:
 
 def log_retry(ended: ev.EndAttempt) -> None:
     requested = ended.requested
+    is_parked = ended.error.code is ErrorCode.OFFER_PARKED
     log.info(
-        "handoff.retried",
+        "handoff.moved" if is_parked else "handoff.retried",
         request_id=requested.ticket.request_id,
         fetch_id=requested.request.fetch_id,
         engine_id=requested.engine_id,
@@ -208,7 +210,7 @@ def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
         "state": fetch.state.value,
         "num_tokens": requested.request.num_tokens,
         "num_bytes": fetch.num_bytes,
-        "attempts": fetch.attempts,
+        "attempts": fetch.num_failed,
         "path": fetch.path,
         "prefill_agent": ticket.agent_id,
         **trace_attributes(requested.request.traceparent, ticket.traceparent),

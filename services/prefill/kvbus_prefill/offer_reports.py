@@ -24,6 +24,9 @@ from kvbus_prefill.slot_table import SlotEntry, SlotState, SlotTable
 
 READINGS = {
     "offers": "Offers that are live.",
+    "parked_offers": "Parked offers, which are live.",
+    "pool_bytes": "Memory of pools for parked offers.",
+    "pool_used_bytes": "Bytes of pool blocks in use.",
     "leases": "Leases that are live.",
     "awaited_offers": "Requests for tickets of offers that have not been made yet.",
     "packs": "Tiles that wait for a staging slot.",
@@ -40,6 +43,15 @@ class PrefillMetrics:
     # No labels for requests, offers or peers: these are unbounded.
     def __init__(self, agent: AgentMetrics) -> None:
         self.offers = agent.tally("kvbus_offers", "Offers that ended, by outcome.", "outcome")
+        self.parked = agent.tally(
+            "kvbus_parked_ends",
+            "Parked offers that ended, by outcome: completed ones were read from the pool.",
+            "outcome",
+        )
+        self.parked_bytes = agent.tally("kvbus_parked_bytes", "Bytes copied into pools.")
+        self.park_s = agent.times(
+            "kvbus_park_seconds", "Time from the seal of an offer until it was parked."
+        )
         self.leases = agent.tally("kvbus_leases", "Leases that ended, by reason.", "reason")
         self.offer_life_s = agent.times(
             "kvbus_offer_life_seconds", "Time from an offer to its release."
