@@ -58,6 +58,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         attach.MemorySocket,
         attach.LentSegment,
         attach.LentCuda,
+        attach.LentCuda,
     ),
     "tool types": (
         tools.Sharing,

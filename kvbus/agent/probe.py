@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import msgspec
 
+from kvbus.data.messages import UCX_ONLY, Backends
 from kvbus.errors import ConfigError
 from kvbus.spawn import Child
 
@@ -26,6 +28,7 @@ LET_NICS_READ = (
     "kvbus doctor measures it."
 )
 MAX_REASON_LETTERS = 300
+NO_SETTINGS: Mapping[str, str] = {}
 _LOGGED = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "info",
@@ -67,10 +70,18 @@ async def measure_vram_read(
     return await measure_read(gpu, limit_s=limit_s, tls=tls if over_ipc else _without_ipc(tls))
 
 
-async def measure_read(device: str, *, limit_s: float, tls: str = "") -> MeasuredRead:
-    """Read with NIXL between two processes, from a GPU to itself or from host memory."""
-    env = {**_LOGGED, "UCX_TLS": tls} if tls else _LOGGED
-    pair = await run_pair("kvbus.data.bare_agent", device, limit_s=limit_s, env=env)
+async def measure_read(
+    device: str,
+    *,
+    limit_s: float,
+    tls: str = "",
+    backends: Backends = UCX_ONLY,
+    env: Mapping[str, str] = NO_SETTINGS,
+) -> MeasuredRead:
+    """Read with the first backend between two processes, from a GPU to itself or from host memory."""
+    env = {**_LOGGED, **env, **({"UCX_TLS": tls} if tls else {})}
+    arguments = device, msgspec.json.encode(backends).decode()
+    pair = await run_pair("kvbus.data.bare_agent", *arguments, limit_s=limit_s, env=env)
     wire, is_emulated = wire_in(pair.log)
     version = _UCX_VERSION.search(pair.log)
     speed = 0.0 if pair.error else float(pair.answer)

@@ -66,6 +66,11 @@ SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """Ids of the uses of slots."""
+BackendName = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+"""Name of a backend of NIXL."""
+MemoryKind = Literal["DRAM", "VRAM"]
+_UCX = "UCX"
+MAX_BACKENDS = 8
 MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
@@ -114,6 +119,12 @@ class HandshakeDone(Message, frozen=True):
     """Socket where an agent of the same machine and user gets this memory."""
     grant: Text = ""
     """With keys only: credential for ``lend``. It ties that connection to the key of this one."""
+    nixl_backend: BackendName = _UCX
+    """Backend that reads this memory: the first of ``nixl_backends`` that this agent has. The
+    ``nixl_metadata`` is for this backend only."""
+    slot_memory: Annotated[tuple[MemoryKind, ...], msgspec.Meta(max_length=2)] = ()
+    """NIXL's kinds of the memory of the staging slots for these ranks; empty if there are none, or
+    the memory is mapped."""
 
 
 @request(
@@ -149,6 +160,11 @@ class Handshake(Request[HandshakeDone], frozen=True):
     """With ``ranks``: the ``rank_secret`` of this agent, from ``remote_ranks`` of the home."""
     machine: Text = ""
     """Boot id of the decode agent's kernel; empty if the agent cannot map memory."""
+    nixl_backends: Annotated[
+        tuple[BackendName, ...], msgspec.Meta(min_length=1, max_length=MAX_BACKENDS)
+    ] = (_UCX,)
+    """Backends of the decode agent's NIXL, the preferred one first. If the prefill agent has none
+    of them, it refuses with ``incompatible``."""
 
 
 class Granted(Message, frozen=True):
@@ -368,7 +384,7 @@ class Packed(Message, frozen=True):
     """Size of the tile."""
     slot_lease_s: Seconds
     """Seconds that the slot stays the reader's, while the lease lives; counted as ``lease_s``."""
-    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    memory: MemoryKind = "DRAM"
     """NIXL's kind of the slot's memory: ``DRAM`` of the host, or ``VRAM`` of a GPU."""
     device: Index = 0
     """NIXL's device number of the slot, in the prefill agent's data process."""

@@ -20,7 +20,7 @@ from kvbus.planning import requested_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.tools import Cost, Fault, FetchEvent, PeerView, Predicted, Sharing, Status
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver
 from kvbus_decode.chunk import FetchResources
@@ -147,6 +147,10 @@ class DecodeService(Service):
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
         return self._peers.silent()
+
+    def faults(self) -> list[Fault]:
+        found = (source.fault for route in self.routes for source in route.sources)
+        return list(dict.fromkeys(fault for fault in found if fault))
 
     def view(self, endpoint: str) -> PeerView:
         listed = self._preconnector.view(endpoint)
