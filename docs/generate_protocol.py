@@ -57,6 +57,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         peer.EngineMemory,
         attach.MemorySocket,
         attach.LentSegment,
+        attach.LentCuda,
     ),
     "tool types": (
         tools.Sharing,

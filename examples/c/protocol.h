@@ -13,7 +13,7 @@ enum {
 /* min_protocol, max_protocol, engine_id, boot -> protocol, agent_id, agent_boot, role, engine_endpoint,
    peer_endpoint, events_endpoint, [server_key] */
 #define KVBUS_OP_HELLO "hello"
-/* segment_id, size_bytes, [direct], [cells] -> sealed */
+/* segment_id, size_bytes, [direct], [kind] -> sealed */
 #define KVBUS_OP_SEGMENT "segment"
 /* segment_id, device, size_bytes, offset_bytes, [handle], [parts] -> nothing */
 #define KVBUS_OP_CUDA "cuda"
@@ -32,12 +32,12 @@ enum {
 /* Engine socket of a prefill agent: requests and replies */
 
 /* request_id, num_tokens, tables, [sealed], [ttl_s], [audience], [prompt_digest], [transfer_id], [readers],
-   [traceparent], [sent_s], [cell], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
-   [ttl_s] */
+   [traceparent], [sent_s], [cell], [offer_id], [secret], [left_s], [after] -> offer_id, ticket,
+   [ticket_blocks], [ttl_s] */
 #define KVBUS_OP_OFFER "offer"
-/* offer_id, num_tokens, [tables] -> nothing */
+/* offer_id, num_tokens, [tables], [after] -> nothing */
 #define KVBUS_OP_EXTEND "extend"
-/* offer_id -> nothing */
+/* offer_id, [after] -> nothing */
 #define KVBUS_OP_SEAL "seal"
 /* offer_id -> nothing */
 #define KVBUS_OP_PARK "park"
@@ -51,8 +51,8 @@ enum {
 /* Engine socket of a decode agent: requests and replies */
 
 /* fetch_id, ticket, num_tokens, tables, [first_token], [timeout_s], [zero_tail], [chunk_tokens],
-   [prompt_digest], [priority], [traceparent], [sent_s], [wanted_s], [token], [repeated], [at_most] ->
-   fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
+   [prompt_digest], [priority], [traceparent], [sent_s], [wanted_s], [token], [repeated], [at_most], [after]
+   -> fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
    [whole_blocks], [num_tokens], [attempts] */
 #define KVBUS_OP_FETCH "fetch"
 /* fetch_id, [release_offer] -> nothing */

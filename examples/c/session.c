@@ -123,8 +123,7 @@ static bool pass_memory(session *s, const char *id, size_t size, int memory) {
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
     pack_text(&pk, "segment_id"), pack_text(&pk, id);
     pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, size);
-    pack_text(&pk, "cells");
-    strcmp(id, "cells") ? msgpack_pack_false(&pk) : msgpack_pack_true(&pk);
+    pack_text(&pk, "kind"), pack_text(&pk, id);
     msgpack_unpacked reply;
     bool done = call(s->attach, &message, memory, &reply);
     msgpack_unpacked_destroy(&reply);

@@ -16,7 +16,7 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.mapping import CellsPage
-from kvbus.protocol.engine import AgentRanks, Register
+from kvbus.protocol.engine import NUM_SEQUENCE_WORDS, AgentRanks, Register
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
 
@@ -122,6 +122,22 @@ class LocalEngine:
         """None unless one process has all ranks."""
         pages = (rank.cells for rank in self.ranks.values() if self.shares_cells)
         return next((page for page in pages if page is not None), None)
+
+    def has_reached(self, number: int) -> bool:
+        """Return whether all ranks here have; raises `LocalError` if one has passed no page."""
+        without = [name for name, rank in self.ranks.items() if rank.sequence is None]
+        if without:
+            raise LocalError(
+                f"'after' is {number}, but rank {without[0]} of engine '{self.engine_id}' has "
+                "passed no page of sequence words: pass a segment of kind 'sequence' before "
+                "'register'",
+                code=ErrorCode.SEGMENT,
+            )
+        return self.sequence_at(number % NUM_SEQUENCE_WORDS) >= number
+
+    def sequence_at(self, word: int) -> int:
+        pages = [rank.sequence for rank in self.ranks.values()]
+        return min((page[word] for page in pages if page is not None), default=0)
 
     def check_memory(self) -> None:
         for process in list(self.processes):

@@ -221,7 +221,7 @@ class Runtime:
             bus_errors=bus_errors,
             data=data,
             data_plane=DataPlane(interfaces, data),
-            processes=ProcessReport(data),
+            processes=ProcessReport(data, staging),
             staging=staging,
             folder=config.runtime_path,
             identity=identity,

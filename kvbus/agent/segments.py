@@ -27,14 +27,16 @@ from kvbus.errors import (
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
-from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, do_all
+from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, SequencePage, do_all
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
-from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentKind, SegmentPassed
 from kvbus.protocol.commit_cell import CELLS_BYTES
+from kvbus.protocol.engine import SEQUENCE_BYTES
 from kvbus.protocol.message import Empty
 
 MAX_PROCESS_SEGMENTS = 4096
+PAGES = {"cells": CELLS_BYTES, "sequence": SEQUENCE_BYTES}
 
 Passed = PassedFile | PassedGpuMemory
 
@@ -48,6 +50,7 @@ class RegisteredRank:
     device: str
     direct: bool
     cells: CellsPage | None
+    sequence: SequencePage | None
     segments: Segments
     num_blocks: dict[str, int] = field(init=False)
 
@@ -81,6 +84,7 @@ class Segments:
         self.passed: dict[str, Passed] = {}
         self.direct = True
         self.cells: CellsPage | None = None
+        self.sequence: SequencePage | None = None
         self._data, self._staging, self._bus_errors = data, staging, bus_errors
         self._on_cut, self._loop = on_cut, asyncio.get_running_loop()
         self._device: str | None = None
@@ -92,32 +96,44 @@ class Segments:
         """Check the descriptor, in a thread: reserving its pages can take long."""
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
-        if segment.cells and segment.size_bytes != CELLS_BYTES:
+        page_bytes = PAGES.get(segment.kind, segment.size_bytes)
+        if segment.size_bytes != page_bytes:
             raise SegmentError(
-                f"a page of cells has {CELLS_BYTES} bytes, not {segment.size_bytes}",
+                f"a page of {segment.kind} has {page_bytes} bytes, not {segment.size_bytes}",
                 size_bytes=segment.size_bytes,
             )
-        direct = segment.direct and not self._staging.only
+        is_page = segment.kind in PAGES
+        direct = is_page or (segment.direct and not self._staging.only)
         if not direct:
             self._staging.check_packs()
-        self._check_new(segment.segment_id, HOST)
+        device = None if is_page else HOST
+        self._check_new(segment.segment_id, device)
         passed = await in_thread(partial(PassedFile, fds.pop(), size_bytes=segment.size_bytes))
         try:
-            self._check_new(segment.segment_id, HOST)  # another one may have arrived meanwhile
-            if segment.cells and passed.sealed and swap_word is not None:
-                self.cells = CellsPage(passed)
+            self._check_new(segment.segment_id, device)  # another may have come meanwhile
+            if is_page:
+                self._map_page(segment.kind, passed)
         except (KVBusError, OSError):
             await in_thread(passed.close)
             raise
-        self._device = HOST
+        self._device = device or self._device
         self.passed[segment.segment_id] = passed
         self.direct &= direct
         return SegmentPassed(sealed=passed.sealed)
+
+    def _map_page(self, kind: SegmentKind, passed: PassedFile) -> None:
+        if kind == "sequence":
+            if not passed.sealed:
+                raise SegmentError("a page of sequence words must be sealed against shrinking")
+            self.sequence = SequencePage(passed)
+        elif passed.sealed and swap_word is not None:
+            self.cells = CellsPage(passed)
 
     async def take_cuda(self, segment: PassCuda, fds: list[int]) -> Empty:
         if len(fds) != len(segment.parts):
             raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
         source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
+        source.check_kind()
         known = self.passed.get(segment.segment_id)
         if isinstance(known, PassedGpuMemory) and segment.parts:
             self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))
@@ -159,6 +175,7 @@ class Segments:
             device=self._device or HOST,
             direct=self.direct,
             cells=self.cells,
+            sequence=self.sequence,
             segments=self,
         )
         self._memories.append(memory)
@@ -225,10 +242,9 @@ class Segments:
                 await self._data.discard(memory.defined)
             except KVBusError as error:
                 failures.append(error)
-        files = self.passed.values()
-        cells = [self.cells] if self.cells is not None else []
+        pages = [one for one in (self.cells, self.sequence) if one is not None]
         watched = [mapping.address for mapping in self._mapped.values()]
-        ones: list[MappedFile | Passed] = [*self._mapped.values(), *cells, *files]
+        ones: list[MappedFile | Passed] = [*self._mapped.values(), *pages, *self.passed.values()]
         try:  # a plan may contain the addresses, so they live as long as this object
             await in_thread(do_all, [one.close for one in ones])
         finally:
@@ -241,13 +257,13 @@ class Segments:
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)
 
-    def _check_new(self, segment_id: str, device: str) -> None:
+    def _check_new(self, segment_id: str, device: str | None) -> None:
         if self._is_discarded:
             raise _ended()
         self._check_room(f"'{segment_id}'", len(self.passed) + 1)
         if segment_id in self.passed:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
-        if self._device not in (None, device):
+        if device is not None and self._device not in (None, device):
             raise LocalError(
                 f"segment '{segment_id}' is on {device}, those before it on {self._device}: a rank "
                 "has all of its memory on one device",

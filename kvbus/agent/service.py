@@ -12,6 +12,7 @@ from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engine_directory import EngineDirectory, EngineUser
 from kvbus.agent.loop import until
 from kvbus.agent.observe import AgentMetrics
+from kvbus.agent.ordering import Ordering
 from kvbus.agent.processes import ProcessReport
 from kvbus.agent.spans import Histories
 from kvbus.agent.staging_devices import StagingDevices
@@ -60,6 +61,7 @@ class Service(EngineUser):
     ) -> None:
         self._agent, self._driver, self._live = agent, driver, table.live
         self.histories = histories
+        self.ordering = Ordering(agent.loop)
 
     async def start(self) -> None:
         """Open resources, before any request arrives."""

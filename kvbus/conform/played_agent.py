@@ -317,10 +317,15 @@ class PlayedAgent:
         if not self.book.expect("attach.size", size == passed.size_bytes, differs):
             raise LocalError(differs, code=ErrorCode.SEGMENT)
         mapped = mmap.mmap(fds[0], size)
-        if not passed.cells:
+        is_page = self.book.expect(
+            "attach.size",
+            passed.kind == "kv" or size == CELLS_BYTES,
+            f"a page of {passed.kind} of {size:,} bytes",
+        )
+        if passed.kind == "kv":
             session.segments[name] = mapped
             session.files.add((status.st_dev, status.st_ino))
-        elif self.book.expect("attach.size", size == CELLS_BYTES, f"cells of {size:,} bytes"):
+        elif passed.kind == "cells" and is_page:
             session.cells = memoryview(mapped).cast("Q")
         return {"sealed": self._check_seals(name, fds[0])}
 

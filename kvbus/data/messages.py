@@ -273,6 +273,8 @@ class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     address: int
     memory_kind: MemoryKind
     nixl_device: int
+    gpu_bytes: int | None = None
+    """Memory that the process has taken of the GPU: its context, and slots if they are there."""
 
 
 class MemoryAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -365,7 +365,8 @@ class DataServer:
                 else:
                     self._refuse(message, name, error)
             else:
-                opened = wire.SlotsOpened(made.storage.address, made.memory, made.device)
+                placed = made.storage.address, made.memory, made.device
+                opened = wire.SlotsOpened(*placed, made.gpu_bytes)
                 self._replies.done(message, opened)
                 self._definitions.settle(name, made)
 

@@ -11,8 +11,9 @@ from msgspec import ValidationError, convert
 
 from kvbus.console import text_of
 from kvbus.doctor.agents import check_agents, wanted_agents
-from kvbus.doctor.data_plane import check_cuda, check_nixl
+from kvbus.doctor.data_plane import check_nixl
 from kvbus.doctor.finding import WARNING, Finding, Report
+from kvbus.doctor.gpus import check_gpus
 from kvbus.doctor.host import check_limits, check_memory, check_versions
 from kvbus.doctor.peers import QueriedAgent, check_peer
 from kvbus.errors import ConfigError, KVBusError
@@ -134,7 +135,7 @@ def _checks(options: DoctorOptions) -> dict[str, Check]:
         "memory": check_memory,
         "limits": check_limits,
         "nixl": lambda: check_nixl(options.timeout),
-        "cuda": lambda: check_cuda(options.timeout),
+        "cuda": lambda: check_gpus(options.timeout),
         "agents": lambda: check_agents(agents),
         "peer": lambda: check_peer(peer, reader) if peer else (),
     }

@@ -8,8 +8,9 @@ from kvbus.engine.fetches import Fetches, FetchRequest
 from kvbus.engine.later import Completion, Handle, Runner
 from kvbus.engine.messages import BlockIds, end_of, tables_of
 from kvbus.engine.offers import Change, OfferRequest, Offers
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, LocalError
 from kvbus.protocol.engine import (
+    NUM_SEQUENCE_WORDS,
     ExtendOffer,
     Fetched,
     Outcome,
@@ -37,6 +38,9 @@ class Offer(Handle):
         self.made: Completion[dict[str, Any]] = state.made
         self.ended: Completion[Outcome] = state.ended
         self._ends = {group: end_of(table) for group, table in state.message.tables.items()}
+        self._after = state.message.after
+        self._waits: Completion[Any] | None = state.made if self._after else None
+        """Done once the agent has seen all numbers."""
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -72,19 +76,24 @@ class Offer(Handle):
         block_ids: BlockIds | None = None,
         *,
         first_blocks: Mapping[str, int] | None = None,
+        after: int = 0,
     ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids
-        that are not unsigned 32-bit integers.
+        ``first_blocks`` is the start of groups without a table; ``after`` is as in `Link.offer`,
+        of the same stream. Raises `GeometryError` for ids that are not unsigned 32-bit integers.
         """
+        self._check_stream(after)
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= {group: end_of(table) for group, table in tables.items()}
-        return self._change(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
+        return self._change(
+            lambda offer_id: ExtendOffer(offer_id, num_tokens, tables, after), after
+        )
 
-    def seal(self) -> Completion[None]:
+    def seal(self, *, after: int = 0) -> Completion[None]:
         """Report that all tokens are ready."""
-        return self._change(SealOffer)
+        self._check_stream(after)
+        return self._change(lambda offer_id: SealOffer(offer_id, after), after)
 
     def park(self) -> Completion[None]:
         """Move the offer into the agent's memory, soon after its seal; `ended` is ``parked`` then.
@@ -109,16 +118,28 @@ class Offer(Handle):
 
         A decode agent may read immediately, and checks the seal afterwards. So send it after all
         tokens are computed, and then do not write to the blocks. Returns `ticket` if the agent
-        signs tickets or the blocks are too many.
+        signs tickets, if the blocks are too many, or while the agent waits for an ``after``.
         """
         ticket, max_blocks = self.ticket, self._state.reply.ticket_blocks
-        if not max_blocks:
+        is_ready = self._waits is None or (self._waits.done() and not self._waits.exception(0))
+        if not (max_blocks and is_ready):
             return ticket
         blocks = packed_tables(tables_of(block_ids, first_blocks), max_blocks=max_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
-    def _change(self, make: Change) -> Completion[None]:
+    # If the agent restarts, it gets all tokens with one number, the largest.
+    def _check_stream(self, after: int) -> None:
+        if after and self._after and (after - self._after) % NUM_SEQUENCE_WORDS:
+            raise LocalError(
+                f"the numbers {self._after} and {after} are of two streams: an offer's numbers are "
+                f"equal modulo {NUM_SEQUENCE_WORDS}"
+            )
+        self._after = max(after, self._after)
+
+    def _change(self, make: Change, after: int = 0) -> Completion[None]:
         done: Completion[None] = Completion(self._runner)
+        if after:
+            self._waits = done
         self._runner.post(partial(self._offers.change, self._state, make, done))
         return done
 

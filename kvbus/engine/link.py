@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import anyio
+import torch
 
 from kvbus.engine.connection import Connection, ReconnectingConnection
 from kvbus.engine.fetches import Fetches
@@ -21,6 +22,7 @@ from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_me
 from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
+from kvbus.engine.sequence import PageName, Recorder
 from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
@@ -36,9 +38,16 @@ from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
 from kvbus.protocol.commit_cell import CELLS_BYTES
-from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register, Republished
+from kvbus.protocol.engine import (
+    SEQUENCE_BYTES,
+    AgentRanks,
+    AgentRole,
+    AwaitReady,
+    Register,
+    Republished,
+)
 
-CELLS_ID = "kvbus-cells"
+CELLS_ID, SEQUENCE_ID = "kvbus-cells", "kvbus-sequence"
 
 
 class Link:
@@ -107,8 +116,11 @@ class Link:
         self._on_change: list[Callable[[], None]] = []
         self._is_open, self._closes_itself = threading.Event(), False
         self._first: Completion[None] = Completion()
-        self._ranks = [AttachedRank(engine, one, rank_secret) for one in self._memory]
-        self._owned: list[RankMemory | SharedSegment] = [*self._memory]
+        self._recorder = Recorder()
+        self._ranks = [
+            AttachedRank(engine, one, rank_secret, self._recorder) for one in self._memory
+        ]
+        self._owned: list[RankMemory | SharedSegment | Recorder] = [*self._memory, self._recorder]
         if cells is not None:
             self._ranks[0].cells = cells
             self._owned.append(cells)
@@ -307,6 +319,26 @@ class Link:
         """
         return self._over.take()
 
+    def record(
+        self, number: int | None = None, *, stream: "torch.cuda.Stream | int | None" = None
+    ) -> int:
+        """Return a number that is reached when the work so far on ``stream`` has ended.
+
+        Pass it as ``after`` to `offer`, `extend`, `seal` and `fetch`: the agent does not touch the
+        blocks before. ``stream`` is torch's current one by default, or a ``CUstream``. With host
+        memory, the number is reached at once.
+
+        A process without memory, such as a scheduler, may choose the ``number`` for the process
+        that calls this. Numbers of one stream are equal modulo 512 and ascend, as 512 * step does.
+        Raises `LocalError` for a link without memory, and `SegmentError` if CUDA fails.
+        """
+        return self._recorder.record(number, stream)
+
+    @property
+    def sequence_pages(self) -> tuple[PageName, ...]:
+        """The pages that `record` writes, for a scheduler that wants to read them."""
+        return self._recorder.names
+
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger
     ) -> list[ReconnectingConnection]:
@@ -413,11 +445,15 @@ class Link:
 
 
 class AttachedRank:
-    def __init__(self, engine: EngineSpec, memory: RankMemory, rank_secret: str | None) -> None:
+    def __init__(
+        self, engine: EngineSpec, memory: RankMemory, rank_secret: str | None, recorder: Recorder
+    ) -> None:
         self.cells: SharedSegment | None = None
         self.number = memory.rank.rank
         self._engine, self._memory, self._rank_secret = engine, memory, rank_secret
         self._instance = uuid.uuid4().hex
+        gpus = [one.ordinal for one in map(gpu_memory_of, memory.storages.values()) if one]
+        self._sequence = recorder.page(gpus[0] if gpus else None)
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
 
@@ -436,8 +472,11 @@ class AttachedRank:
                     storage.fd,
                 )
         if self.cells is not None and connection.agent.role is AgentRole.PREFILL:
-            page = PassSegment(CELLS_ID, self.cells.size_bytes, cells=True)
+            page = PassSegment(CELLS_ID, self.cells.size_bytes, kind="cells")
             await connection.pass_memory(page, self.cells.fd)
+        self._sequence.open()
+        page = PassSegment(SEQUENCE_ID, SEQUENCE_BYTES, kind="sequence")
+        await connection.pass_memory(page, self._sequence.fd)
         register = Register(
             engine=self._engine,
             rank=self._memory.rank,

@@ -43,6 +43,8 @@ class OfferOptions(TypedDict, total=False):
     or after ``ttl_s``."""
     traceparent: str
     """W3C trace of the request, for the ticket; ignored if invalid."""
+    after: int
+    """Number of `Link.record`, behind the work that computes the tokens."""
 
 
 class FetchOptions(TypedDict, total=False):
@@ -69,6 +71,8 @@ class FetchOptions(TypedDict, total=False):
     """W3C trace of the request; by default, the ticket's."""
     wanted_s: float | None
     """Arrival of the request at the engine, by `time.monotonic`, for spans."""
+    after: int
+    """Number of `Link.record`, behind the last work that may use the blocks."""
 
 
 def offer_message(

@@ -118,6 +118,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
     def publication(self) -> MakeOffer:
         self.is_away, first, now = False, self.message, time.monotonic()
         num_tokens, sealed, tables = first.num_tokens, first.sealed, dict(first.tables)
+        after = max([first.after, *(change.after for change in self._changes)])
         for change in self._changes:
             if isinstance(change, ExtendOffer):
                 num_tokens = change.num_tokens
@@ -127,7 +128,9 @@ class OfferRequest(PendingRequest[MakeOffer]):
             else:
                 sealed = True
         self._changes = []
-        self.message = replace(first, num_tokens=num_tokens, sealed=sealed, tables=tables)
+        self.message = replace(
+            first, num_tokens=num_tokens, sealed=sealed, tables=tables, after=after
+        )
         return replace(self.message, left_s=max(0.0, self.expires_at - now))
 
     def as_ended(self, commits: tuple[int, ...]) -> EndedOffer:

@@ -7,6 +7,7 @@ truncation if possible, and its pages are reserved.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import resource
@@ -201,6 +202,16 @@ class CellsPage(MappedFile):
 
     def reopen(self) -> int:
         return self._passed.reopen(writable=True)
+
+
+class SequencePage(MappedFile):
+    """Sequence words of an engine, which this process only reads."""
+
+    def __init__(self, passed: PassedFile) -> None:
+        super().__init__(passed.fd, passed.size_bytes, writable=False)
+
+    def __getitem__(self, word: int) -> int:
+        return ctypes.c_uint64.from_address(self._address + 8 * word).value
 
 
 class SegmentMapping(MappedFile):

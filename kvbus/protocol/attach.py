@@ -1,6 +1,6 @@
 """Messages of the Unix sockets."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,6 +28,7 @@ from kvbus.protocol.message import (
 CudaHandle = Annotated[bytes, msgspec.Meta(max_length=64)]
 SegmentId = Id
 """Name of the segment, unique within the rank. Regions refer to it."""
+SegmentKind = Literal["kv", "cells", "sequence"]
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 MAX_LENT_AT_ONCE = 64
 """Segments in one reply: a message carries at most 64 descriptors."""
@@ -87,9 +88,10 @@ class PassSegment(Request[SegmentPassed], frozen=True):
     direct: bool = True
     """Whether NIXL may register the segment. One segment with false makes the whole rank
     *unregistered*: agents of this machine copy its KV, or it goes through staging slots."""
-    cells: bool = False
-    """Whether this is the engine's [page of cells](#commit-cells) instead of KV memory: 4,096 zero
-    bytes, sealed against shrinking."""
+    kind: SegmentKind = "kv"
+    """``kv`` for KV memory, ``cells`` for the engine's [page of cells](#commit-cells), ``sequence``
+    for its [page of sequence words](#order-behind-gpu-work). A page has 4,096 zero bytes, sealed
+    against shrinking."""
 
 
 @request("cuda", Socket.ATTACH, refusals="not_registered segment config")
@@ -123,11 +125,14 @@ class MemorySocket(msgspec.Struct, frozen=True):
 
 
 class LentCuda(msgspec.Struct, frozen=True):
-    """GPU memory of a segment, as in [``cuda``](#cuda)."""
+    """GPU memory of a segment, as in [``cuda``](protocol-engine.md#cuda)."""
 
     device: GpuName
+    """UUID of the GPU."""
     offset_bytes: Offset
+    """Offset of the segment in the allocation, or in all parts."""
     handle: CudaHandle = b""
+    """`CUipcMemHandle` of the allocation; empty for memory in parts."""
     part_bytes: Size = 0
     """Size of the part whose descriptor belongs to this entry; 0 with a ``handle``, which has no
     descriptor."""

@@ -21,6 +21,7 @@ from kvbus.protocol.message import (
     Request,
     Seconds,
     Secret,
+    SequenceNumber,
     ServerKey,
     Size,
     Socket,
@@ -40,6 +41,11 @@ times in the future, and times over an hour ago."""
 CommitMark = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Commits = Annotated[tuple[CommitMark, ...], msgspec.Meta(max_length=2048)]
 """[Marks](#publish-again) of the offer's commits, one for each reader."""
+SEQUENCE_BYTES = 4096
+"""A page of sequence words, each of 64 bits in native byte order."""
+NUM_SEQUENCE_WORDS = SEQUENCE_BYTES // 8
+ORDERED = "segment timeout"
+"""Refusals of a request with ``after``."""
 MAX_ENDED = 1024
 """Offers in one ``republished``: the most recently committed ones."""
 
@@ -146,7 +152,8 @@ class OfferMade(Message, frozen=True):
 @request(
     "offer",
     Socket.PREFILL,
-    refusals="not_registered engine_not_ready geometry offer_exists cancelled draining",
+    refusals="not_registered engine_not_ready geometry offer_exists cancelled draining "
+    f"engine_lost {ORDERED}",
 )
 class MakeOffer(Request[OfferMade], frozen=True):
     """Publish the KV of one request. One table serves all ranks. Until ``released``, the engine
@@ -190,12 +197,15 @@ class MakeOffer(Request[OfferMade], frozen=True):
     left_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
     """[Published again](#publish-again) offers only: seconds left of ``ttl_s``. The agent waits at
     least 10 s, for a reader that had a lease."""
+    after: SequenceNumber = 0
+    """Number of the GPU work that computes the tokens: until it has ended, the agent delays this
+    request, and later ones about the offer."""
 
 
 @request(
     "extend",
     Socket.PREFILL,
-    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
+    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED} {ORDERED}",
 )
 class ExtendOffer(Request[Empty], frozen=True):
     """Add tokens to an open offer. Their bytes are already in the blocks."""
@@ -205,17 +215,21 @@ class ExtendOffer(Request[Empty], frozen=True):
     """New total number of tokens, at least the previous one."""
     tables: Tables = msgspec.field(default_factory=dict)
     """New blocks of each group. ``first_block`` continues at the end of the group's table."""
+    after: SequenceNumber = 0
+    """As in ``offer``."""
 
 
 @request(
     "seal",
     Socket.PREFILL,
-    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
+    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED} {ORDERED}",
 )
 class SealOffer(Request[Empty], frozen=True):
     """Seal the offer: no more tokens will come. A reader can commit only a sealed offer."""
 
     offer_id: OfferId
+    after: SequenceNumber = 0
+    """As in ``offer``."""
 
 
 @request(
@@ -362,7 +376,8 @@ class Fetched(Message, frozen=True):
     Socket.DECODE,
     at_once=True,
     refusals="not_registered forbidden prompt_mismatch offer_completed offer_expired "
-    "engine_not_ready geometry unsupported_version fetch_exists peer_unreachable draining",
+    "engine_not_ready geometry unsupported_version fetch_exists peer_unreachable draining "
+    f"engine_lost {ORDERED}",
 )
 class StartFetch(Request[Fetched], frozen=True):
     """Fetch tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. The reply comes
@@ -407,6 +422,9 @@ class StartFetch(Request[Fetched], frozen=True):
     at_most: bool = False
     """Whether ``num_tokens`` is an upper bound: if the offer was sealed with fewer tokens, those
     are fetched. Not with windows, or with ranks at other agents."""
+    after: SequenceNumber = 0
+    """Number of the last GPU work that may use the blocks: until it has ended, the agent delays
+    this request, and a ``cancel`` of the fetch."""
 
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")

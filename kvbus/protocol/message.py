@@ -41,6 +41,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""[Number](#order-behind-gpu-work) that the engine's ranks must have written; 0 for none."""
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """Urgency of the request; see [priority](#priority)."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]

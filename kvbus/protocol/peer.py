@@ -10,7 +10,7 @@ import msgspec
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec, Tile
 from kvbus.geometry.spec import Index
 from kvbus.protocol.attach import MemorySocket
-from kvbus.protocol.engine import AgentRanks, Ranks, Tables
+from kvbus.protocol.engine import ORDERED, AgentRanks, Ranks, Tables
 from kvbus.protocol.message import (
     OFFER_ENDED,
     AgentBoot,
@@ -32,6 +32,7 @@ from kvbus.protocol.message import (
     Role,
     Seconds,
     Secret,
+    SequenceNumber,
     Size,
     Socket,
     Text,
@@ -479,7 +480,8 @@ class PartFetched(Message, frozen=True):
 @request(
     "fetch_part",
     Socket.DECODE_PEER,
-    refusals="engine_unknown engine_not_ready geometry unsupported_version draining busy",
+    refusals="engine_unknown engine_not_ready geometry unsupported_version draining busy "
+    f"engine_lost {ORDERED}",
 )
 class FetchPart(Request[PartFetched], frozen=True):
     """Fetch into remote ranks of a decode engine, at the request of its home; see [Engines with
@@ -519,6 +521,8 @@ class FetchPart(Request[PartFetched], frozen=True):
     """Instance of that pool."""
     origin: Secret | None = None
     """Name of all parts that this process of the home requests from this agent in one fetch."""
+    after: SequenceNumber = 0
+    """As in ``fetch``: the agent waits for the ranks of the engine that it has."""
 
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")

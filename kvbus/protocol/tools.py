@@ -97,6 +97,9 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """Number of restarts."""
     last_end: Text = ""
     """Reason why its predecessor ended, for people."""
+    gpu_bytes: dict[Text, Size] = msgspec.field(default_factory=dict)
+    """Memory that it has taken of each GPU, by UUID: its CUDA context, and staging slots if they
+    are there. GPUs of unknown use are absent."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True):

@@ -337,7 +337,7 @@ class PrefillEngine(SimEngine):
     def segments_of(self, rank: geometry.RankSpec) -> Segments:
         yield from super().segments_of(rank)
         if rank.rank == 0:
-            yield wire.PassSegment("cells", wire.CELLS_BYTES, cells=True), self._page
+            yield wire.PassSegment("cells", wire.CELLS_BYTES, kind="cells"), self._page
 
     async def _register(self, control: RequestClient) -> None:
         offers, republishes = self._offers, self._offers.republishes

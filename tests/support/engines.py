@@ -41,7 +41,6 @@ LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
 FETCH_TIMEOUT_S = 60.0
-"""An agent imports torch for its first tile, which takes long on a busy machine."""
 RANK_SECRET = "secret-of-ranks-elsewhere"
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}

@@ -42,7 +42,7 @@ ROOMS = {
     "kvbus/memory": PLANNED,
     "kvbus/data": (*PURE, "planning", "fair", "memory", "threads"),
     "kvbus/keys": (*PURE, "protocol", "bus", "output", "console", "variables"),
-    "kvbus/agent": (*PLUMBING, "keys", "text", "threads", "variables"),
+    "kvbus/agent": (*PLUMBING, "keys", "spawn", "text", "threads", "variables"),
     "kvbus/engine": (*PLANNED, "bus", "memory"),
     "kvbus/integrations": (
         *(*PURE, "protocol", "engine", "options", "output", "spawn", "text", "variables"),

@@ -1,8 +1,9 @@
 """Decode agent: requests become events of the fetch table, its commands become I/O."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from msgspec import convert, structs
@@ -46,6 +47,8 @@ from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
+
+F = TypeVar("F", StartFetch, FetchPart)
 
 
 class DecodeService(Service):
@@ -95,11 +98,11 @@ class DecodeService(Service):
         self._preconnector.start()
 
     def engine_handlers(self) -> Handlers:
-        return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
+        return {StartFetch: self._start_in_order, CancelFetch: self._cancel_in_order}
 
     def peer_handlers(self) -> Handlers:
         return {
-            FetchPart: self._parts.fetch,
+            FetchPart: self._part_in_order,
             CancelPart: self._parts.cancel,
             Cost: lambda request, call: call.reply(self._costs.cost(request)),
         }
@@ -108,11 +111,13 @@ class DecodeService(Service):
         self._preconnector.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
+        self.ordering.end_engine(engine)
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
         self.routes.remove_engine(engine)
 
     def stop(self) -> None:
+        self.ordering.close()
         self._dispatch(Stopped())
         self._driver.stop()
         self._reader.stop()
@@ -125,6 +130,7 @@ class DecodeService(Service):
             "draining_fetches": draining,
             "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
+            "waiting_requests": len(self.ordering),
         }
 
     def on_cut(self, cut: Cut) -> None:
@@ -149,6 +155,35 @@ class DecodeService(Service):
             num_routes=self.routes.num_from(endpoint),
             problem=listed.problem or self._peers.refusal_of(endpoint),
         )
+
+    def _start_in_order(self, request: StartFetch, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        start = partial(self._start_fetch, call=call)
+        self._after_gpu_work(engine, ("fetch", request.fetch_id), request, call, start)
+
+    def _cancel_in_order(self, cancel: CancelFetch, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        end = partial(self._cancel_fetch, cancel, call)
+        self.ordering.submit(engine, ("fetch", cancel.fetch_id), call, end)
+
+    def _part_in_order(self, part: FetchPart, call: Call) -> None:
+        """A ``cancel_part`` does not wait: `PartServer` then never begins the part."""
+        engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
+        start = partial(self._parts.fetch, call=call)
+        self._after_gpu_work(engine, call, part, call, start)
+
+    def _after_gpu_work(
+        self, engine: LocalEngine, about: object, request: F, call: Call, start: Callable[[F], None]
+    ) -> None:
+        """The wait counts towards the deadline of the fetch."""
+        loop, timeout_s = self._agent.loop, request.timeout_s or self._config.fetch_timeout_s
+        deadline = loop.time() + timeout_s
+
+        def run() -> None:
+            left_s = max(1e-3, deadline - loop.time())
+            start(structs.replace(request, timeout_s=left_s) if request.after else request)
+
+        self.ordering.submit(engine, about, call, run, after=request.after, wait_s=timeout_s)
 
     def _start_fetch(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

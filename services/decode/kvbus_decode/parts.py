@@ -156,6 +156,7 @@ class PartClient:
             pool_id=requested.pool.engine_id if requested.pool else "",
             pool_instance=requested.pool.engine_instance if requested.pool else "",
             origin=_origin(requested, other, request.repeated),
+            after=request.after,
         )
 
     def _left_s(self, requested: ev.Requested) -> float:

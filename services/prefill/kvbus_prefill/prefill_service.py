@@ -106,11 +106,11 @@ class PrefillService(Service):
 
     def engine_handlers(self) -> Handlers:
         return {
-            MakeOffer: self._open,
-            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
-            ParkOffer: self._park,
+            MakeOffer: self._open_in_order,
+            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
+            ParkOffer: self._park_in_order,
             ReportBlocks: self._note_blocks,
-            Republished: self._end_republishing,
+            Republished: self._republished_in_order,
         }
 
     def peer_handlers(self) -> Handlers:
@@ -133,6 +133,7 @@ class PrefillService(Service):
         self._parking.on_engine_ready(engine)
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
+        self.ordering.end_engine(engine)
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
         self._parking.on_engine_lost(engine)
@@ -166,6 +167,7 @@ class PrefillService(Service):
         await anyio.sleep(self._config.late_read_s)
 
     def stop(self) -> None:
+        self.ordering.close()
         self._packing.stop()
         self._driver.dispatch(Stopped())
         self._driver.stop()
@@ -178,6 +180,7 @@ class PrefillService(Service):
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
+            "waiting_requests": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -216,6 +219,11 @@ class PrefillService(Service):
         if awaits and self._table.may_be_published(request):
             raise _not_ready()
         self._forward(request, call)
+
+    def _republished_in_order(self, message: Republished, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        end = partial(self._end_republishing, message, call)
+        self.ordering.submit_last(engine, call, end)
 
     def _end_republishing(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -334,6 +342,19 @@ class PrefillService(Service):
                 code=ErrorCode.FORBIDDEN,
             )
 
+    def _open_in_order(self, offer: MakeOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        about, make = offer.offer_id or call, partial(self._open, offer, call)
+        self.ordering.submit(engine, about, call, make, after=offer.after)
+
+    def _change_in_order(
+        self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call
+    ) -> None:
+        engine = self._agent.engines.engine_of(call)
+        after = 0 if isinstance(message, WithdrawOffer) else message.after
+        change = partial(self._change, message, call)
+        self.ordering.submit(engine, message.offer_id, call, change, after=after)
+
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         _check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
@@ -386,10 +407,11 @@ class PrefillService(Service):
         self._dispatch_change(message, call, engine)
         self._parking.note(message.offer_id)
 
-    def _park(self, message: ParkOffer, call: Call) -> None:
+    def _park_in_order(self, message: ParkOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         self._parking.check_may_park(engine)
-        self._dispatch_change(message, call, engine)
+        park = partial(self._dispatch_change, message, call, engine)
+        self.ordering.submit(engine, message.offer_id, call, park)
 
     def _dispatch_change(self, message: Message, call: Call, engine: LocalEngine) -> None:
         changed = ev.RequestReceived(message=message, reply_to=call, engine_id=engine.engine_id)

@@ -34,6 +34,7 @@ from tests.support.engines import (
     Engine,
     Handoff,
     begin,
+    blocks_between,
     engine,
     hand_over,
     make_spec,
@@ -112,6 +113,32 @@ async def test_no_handoff_fails_while_agents_restart_and_crash(
                 await kill_and_start(prefill)
             await more_complete(MORE)
             is_over = True
+
+
+async def test_requests_behind_gpu_work_continue_at_the_next_agent(fresh: Started) -> None:
+    """The links publish them again; readers find the offers when the work has ended."""
+    prefill, decode = fresh.both()
+    attach, step = (prefill.attach, decode.attach), 512
+    async with pair(*attach, agent_wait_s=WITHIN_S) as (source, target):
+        link = source.control
+        for number in range(1, 3):
+            handoff = await begin(source, target, 40, ready=16, timeout_s=WITHIN_S)
+            made = link.offer(f"made-{number}", after=2 * number * step, **ONE_BLOCK)
+            await handoff.grow(24)
+            more = blocks_between(source.spec, handoff.theirs, 24, 40)
+            extended = handoff.offer.extend(40, more, after=2 * number * step)
+            sealed = handoff.offer.seal()
+            await kill_and_start(prefill)
+            link.record((2 * number - 1) * step)
+            await until(lambda: prefill.status()["counts"]["waiting_requests"] == 4, WITHIN_S)
+            waits = [one.done() for one in (made.made, extended, sealed, handoff.fetch.ended)]
+            assert waits == [False] * 4
+            link.record(2 * number * step)
+            await extended
+            await sealed
+            await handoff.completed()
+            await made
+            await end_offer(made)
 
 
 NAME_SERVER = """

@@ -139,7 +139,7 @@ async def test_memory_that_contradicts_itself_is_refused(prefill: AgentProcess, 
 def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> None:
     with Attached(prefill.attach) as process, SharedSegment(8192) as page:
         process.hello(engine_id="raw", boot=uuid.uuid4().hex)
-        body = {"segment_id": "cells", "size_bytes": page.size_bytes, "cells": True}
+        body = {"segment_id": "cells", "size_bytes": page.size_bytes, "kind": "cells"}
         reply = process.ask("segment", body, (page.fd,))
     assert reply["error"]["code"] == "segment"
     assert "4096 bytes, not 8192" in reply["error"]["message"]

@@ -25,8 +25,12 @@ ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).with_name("driver")
 CACHE = ROOT / ".pytest_cache" / "fake-cuda"
 COPY_KERNELS = ROOT / "kvbus" / "memory" / "cuda" / "copy_lattice.cu"
-LIBRARIES = {"libcuda.so.1": ("[!n]*.cc",), "libnvidia-ml.so.1": ("nvml.cc",)}
-SHARED = ("-std=c++17", "-fPIC", "-fvisibility=hidden")
+LIBRARIES = "libcuda.so.1", "libnvidia-ml.so.1"
+SHARED = "-std=c++17", "-fPIC", "-fvisibility=hidden"
+OPTIONS = *SHARED, "-O1", "-falign-functions=16"
+"""UCX replaces the first 16 bytes of functions, each of which must have them."""
+OLD_SYMBOLS, VERSION_SCRIPT = SOURCES / "old_driver.map", "-Wl,--version-script="
+OLD_VERSION = 12020
 KERNEL_NAME = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
@@ -45,12 +49,14 @@ def fake_cuda_env(
     """``env`` for a process that is to see the fake driver.
 
     Kernels are CUDA C++, of which the driver runs a host build. Settings are the variables of the
-    driver without their prefix: gpus, memory, mig, nvlinks, version, faults.
+    driver without their prefix: gpus, memory, context, mig, nvlinks, version, faults.
     """
     path = [str(libraries(old_driver=old_driver)), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     added = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
     if kernels:
         added["FAKE_CUDA_KERNELS"] = str(host_build(*kernels))
+    if old_driver:
+        added["FAKE_CUDA_VERSION"] = str(OLD_VERSION)
     if world is not None:
         added["FAKE_CUDA_WORLD"] = str(world.path)
     return {**env, "LD_LIBRARY_PATH": ":".join(path), **added}
@@ -111,21 +117,29 @@ def libraries(*, old_driver: bool = False) -> Path:
 
     An old driver is CUDA 12.2: it has no batched copies, and refuses newer PTX.
     """
-    options = [*SHARED, "-O1", "-falign-functions=16", *(["-DOLD_DRIVER"] if old_driver else [])]
+    folder = _built(_build_libraries, *sorted(SOURCES.iterdir()), salt=" ".join(OPTIONS))
+    return folder / "old" if old_driver else folder
 
-    def build(folder: Path) -> None:
-        for name, patterns in LIBRARIES.items():
-            sources = [path for pattern in patterns for path in sorted(SOURCES.glob(pattern))]
-            linked = ["-shared", f"-Wl,-soname,{name},-z,defs", "-ldl", "-lpthread"]
-            _compile(*options, *sources, *linked, "-o", folder / name)
 
-    return _built(build, *sorted(SOURCES.iterdir()), salt=" ".join(options))
+def _build_libraries(folder: Path) -> None:
+    (folder / "old").mkdir()
+    compiled = folder / "driver.o"
+    _compile(*OPTIONS, "-r", *sorted(SOURCES.glob("[!n]*.cc")), "-o", compiled)
+    for place, options in ((folder, []), (folder / "old", [f"{VERSION_SCRIPT}{OLD_SYMBOLS}"])):
+        _link(place / "libcuda.so.1", compiled, *options)
+        _link(place / "libnvidia-ml.so.1", *OPTIONS, SOURCES / "nvml.cc")
+
+
+def _link(library: Path, *inputs: str | Path) -> None:
+    name = f"-Wl,-soname,{library.name},-z,defs"
+    _compile("-shared", name, *inputs, "-ldl", "-lpthread", "-o", library)
 
 
 @cache
 def host_build(*kernels: Path) -> Path:
     """A library with host builds of these sources, each access to memory checked."""
-    names = [name for path in kernels for name in KERNEL_NAME.findall(path.read_text())]
+    expanded = [_compile("-E", "-P", "-x", "c++", path) for path in kernels]
+    names = [name for text in expanded for name in KERNEL_NAME.findall(text)]
     lines = [f'#include "{SOURCES / "kernel_shim.h"}"']
     lines += [f'#include "{path.resolve()}"' for path in kernels]
     lines += [f"HOST_KERNEL_OF({name})" for name in names]
@@ -141,13 +155,14 @@ def host_build(*kernels: Path) -> Path:
     return _built(build, *shims, *kernels, salt=content) / "kernels.so"
 
 
-def _compile(*arguments: str | Path) -> None:
+def _compile(*arguments: str | Path) -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here")
     command = [compiler, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+    return done.stdout
 
 
 def _built(build: Callable[[Path], None], *inputs: Path, salt: str) -> Path:
@@ -157,7 +172,7 @@ def _built(build: Callable[[Path], None], *inputs: Path, salt: str) -> Path:
     made = CACHE / digest.hexdigest()[:16]
     if not made.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        with (CACHE / "lock").open("w") as lock:
+        with made.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not made.exists():
                 folder = Path(mkdtemp(dir=CACHE))

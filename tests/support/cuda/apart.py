@@ -13,14 +13,13 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-from tests.support.cuda import World, fake_cuda_env, load
+from tests.support.cuda import ROOT, World, fake_cuda_env, load
 from tests.support.cuda.calls import Cuda
 from tests.support.forked import Forked
 
@@ -84,7 +83,7 @@ def run_together(bodies: Sequence[Body], driver: str, env: dict[str, str]) -> No
     errors = [tempfile.TemporaryFile("w+") for _ in bodies]  # noqa: SIM115  # `_content` closes it
     started = [
         ForkedCase(
-            [sys.executable, "-m", __name__, driver, body.__module__, body.__name__],
+            [sys.executable, "-m", __name__, driver, _module_of(body), body.__name__],
             stdin=end,
             stderr=error,
             env=env,
@@ -103,6 +102,12 @@ def run_together(bodies: Sequence[Body], driver: str, env: dict[str, str]) -> No
     assert all(status in (0, -signal.SIGKILL) for status in statuses[1:]), text
 
 
+def _module_of(body: Body) -> str:
+    """Its whole name, which pytest shortens to that in the outermost package."""
+    path = Path(body.__code__.co_filename).relative_to(ROOT)
+    return ".".join(path.with_suffix("").parts)
+
+
 def _content(file: IO[str]) -> str:
     with file:
         file.seek(0)
@@ -119,16 +124,9 @@ def until(is_so: Callable[[], bool]) -> None:
 def main() -> None:
     """Run a body, as an argument names it; its stdin is the socket of the other one."""
     _, driver, module, name = sys.argv
-    status = 1
-    try:
-        if driver != "card":
-            load(old_driver=driver == "old")
-        found = getattr(importlib.import_module(module), name)
-        body = getattr(found, "body", found)
-        given = Cuda(), Beside(socket.socket(fileno=os.dup(0)))
-        body(*given[: body.__code__.co_argcount])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
+    if driver != "card":
+        load(old_driver=driver == "old")
+    found = getattr(importlib.import_module(module), name)
+    body = getattr(found, "body", found)
+    given = Cuda(), Beside(socket.socket(fileno=os.dup(0)))
+    body(*given[: body.__code__.co_argcount])

@@ -30,7 +30,7 @@ SPEC = {"engine_id": "raw", "model": "m", "tp_size": TP, "groups": [GROUP]}
 ROW_BYTES, HELD = 2 * DIM, HEADS // TP
 BLOCK_BYTES = 2 * BLOCK * HELD * ROW_BYTES  # parts, tokens, heads
 SIZE_BYTES = BLOCKS * BLOCK_BYTES
-CELLS = {"segment_id": "cells", "size_bytes": 4096, "cells": True}
+CELLS = {"segment_id": "cells", "size_bytes": 4096, "kind": "cells"}
 
 Map = dict[str, Any]
 

@@ -158,7 +158,7 @@ def test_this_machine_as_a_whole(machine: Machine, tmp_path: Path) -> None:
 def test_a_signal_ends_it_and_what_it_started(machine: Machine, number: signal.Signals) -> None:
     machine.has(target=HANG)
     process = machine.started("--only", "nixl", "--timeout", "3600")
-    wait_until(lambda: any("nixl target" in one for one in machine.processes()), "a probe runs")
+    wait_until(lambda: any("host target" in one for one in machine.processes()), "a probe runs")
 
     process.send_signal(number)
 

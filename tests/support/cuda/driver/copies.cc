@@ -113,7 +113,6 @@ API cuMemsetD8_v2(CUdeviceptr at, unsigned char value, size_t bytes) try {
     return SUCCESS;
 } FAILS
 
-#ifndef OLD_DRIVER
 namespace {
 /* It runs the copies backwards: their order is open. */
 void copy_batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t num, CUmemcpyAttributes *attributes,
@@ -143,4 +142,3 @@ API cuMemcpyBatchAsync_v2(uint64_t *to, uint64_t *from, size_t *sizes, size_t nu
     copy_batch(to, from, sizes, num, attributes, first_of, num_attributes, stream);
     return SUCCESS;
 } FAILS
-#endif
