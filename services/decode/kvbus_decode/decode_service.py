@@ -130,7 +130,7 @@ class DecodeService(Service):
             "draining_fetches": draining,
             "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
-            "parked": len(self.ordering),
+            "waiting_requests": len(self.ordering),
         }
 
     def on_cut(self, cut: Cut) -> None:

@@ -33,7 +33,7 @@ READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
     "parts": "Parts of fetches that are read for engines whose home is another agent.",
     "queued_fetches": "Fetches that wait for their turn.",
-    "parked": "Requests that wait for GPU work of their engine.",
+    "waiting_requests": "Requests that wait for GPU work of their engine.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",

@@ -31,7 +31,7 @@ READINGS = {
     "awaited_offers": "Requests for tickets of offers that have not been made yet.",
     "packs": "Tiles that wait for a staging slot.",
     "slots": "Staging slots in use.",
-    "parked": "Requests that wait for GPU work of their engine.",
+    "waiting_requests": "Requests that wait for GPU work of their engine.",
     "ended_bytes": "What is known of offers that have ended.",
     "engines": "Local engines.",
     "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",

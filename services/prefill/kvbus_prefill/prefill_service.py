@@ -109,7 +109,7 @@ class PrefillService(Service):
         return {
             MakeOffer: self._open_in_order,
             **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
-            ParkOffer: self._park,
+            ParkOffer: self._park_in_order,
             ReportBlocks: self._note_blocks,
             Republished: self._republished_in_order,
         }
@@ -181,7 +181,7 @@ class PrefillService(Service):
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
-            "parked": len(self.ordering),
+            "waiting_requests": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -421,7 +421,7 @@ class PrefillService(Service):
         self._dispatch_change(message, call, engine)
         self._parking.note(message.offer_id)
 
-    def _park(self, message: ParkOffer, call: Call) -> None:
+    def _park_in_order(self, message: ParkOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         self._parking.check_may_park(engine)
         park = partial(self._dispatch_change, message, call, engine)
