@@ -26,6 +26,7 @@ READINGS = {
     "offers": "Offers that are live.",
     "leases": "Leases that are live.",
     "awaited_offers": "Requests for tickets of offers that have not been made yet.",
+    "held_offers": "Offers that readers in the queue of a decode engine have held.",
     "packs": "Tiles that wait for a staging slot.",
     "slots": "Staging slots in use.",
     "parked": "Requests that wait for GPU work of their engine.",
