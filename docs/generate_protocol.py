@@ -55,6 +55,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "agent types": (
         geometry.Tile,
         peer.EngineMemory,
+        peer.HeldOffer,
         attach.MemorySocket,
         attach.LentSegment,
         attach.LentCuda,

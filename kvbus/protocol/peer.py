@@ -28,6 +28,7 @@ from kvbus.protocol.message import (
     Priority,
     Protocol,
     RankSecret,
+    Redacted,
     Request,
     Role,
     Seconds,
@@ -73,6 +74,8 @@ _UCX = "UCX"
 MAX_BACKENDS = 8
 MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
+MAX_HELD = 1024
+"""Offers in one message: to renew them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
 """Digests in one request; they take 1 MiB."""
 OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -304,6 +307,39 @@ class CommitQuery(Request[CommitAnswer], frozen=True):
     """The prefill engine, from the ticket; empty for a rendezvous."""
     engine_instance: Text = ""
     """Its instance, from the ticket; empty for a rendezvous."""
+
+
+class HeldOffer(Redacted, frozen=True):
+    """An offer that a decode engine holds, as a request in its queue needs it."""
+
+    secret: Secret
+    """Secret of the ticket, or ``transfer_id`` of the rendezvous."""
+    offer_id: Text = ""
+    """Id of the offer; empty for a rendezvous."""
+
+
+class OffersKept(Message, frozen=True):
+    keep_s: Seconds
+    """Seconds from now for which the agent keeps the offers. Repeat the request earlier."""
+    over: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    """Positions in ``offers`` of those that the agent does not keep: they have ended, are unknown,
+    have another ``secret``, or were held for ``max_hold_s``."""
+
+
+@request("keep_offers", Socket.PREFILL_PEER, at_once=True)
+class KeepOffers(Request[OffersKept], frozen=True):
+    """Keep offers whose readers wait in the queue of a decode engine. The agent adds no time to an
+    offer that has more left, and keeps it for ``max_hold_s`` after the first of these requests, at
+    most. It keeps the offer of a rendezvous from the moment at which the engine makes it.
+
+    Any process of the prefill agent answers, so there is no ``agent_boot``. An agent that waits for
+    its engines to publish their offers again does not count unknown offers as ``over``.
+    """
+
+    offers: Annotated[tuple[HeldOffer, ...], msgspec.Meta(max_length=MAX_HELD)]
+    """Offers to keep."""
+    keep_s: Seconds
+    """Seconds wanted; the agent may grant fewer."""
 
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")

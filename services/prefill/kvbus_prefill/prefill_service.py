@@ -39,6 +39,7 @@ from kvbus.protocol.peer import (
     Decline,
     Handshake,
     HandshakeDone,
+    KeepOffers,
     PeerWithdraw,
     Release,
     Renew,
@@ -124,6 +125,7 @@ class PrefillService(Service):
             PeerWithdraw: self._withdraw,
             ReportCommits: self._end_committed,
             CommitQuery: self._answer_committed,
+            KeepOffers: self._keep,
             AwaitOffer: Quota(self._await_offer, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
@@ -220,6 +222,10 @@ class PrefillService(Service):
         if awaits and self._table.may_be_published(request):
             raise _not_ready()
         self._forward(request, call)
+
+    def _keep(self, message: KeepOffers, call: Call) -> None:
+        may_come = self._agent.engines.awaits_offers_of("")
+        self._driver.dispatch(ev.KeepRequested(message, call, may_come))
 
     def _republished_in_order(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -510,6 +516,7 @@ class PrefillService(Service):
             "awaited_offers": self._table.num_waiting,
             "pool_bytes": self._parking.size_bytes,
             "pool_used_bytes": self._parking.num_bytes,
+            "held_offers": self._table.num_held,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": self._agent.data.num_progress,
