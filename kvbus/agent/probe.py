@@ -78,7 +78,7 @@ async def measure_read(
     backends: Backends = UCX_ONLY,
     env: Mapping[str, str] = NO_SETTINGS,
 ) -> MeasuredRead:
-    """Read with the first backend between two processes, from a GPU to itself or from host memory."""
+    """Read between two processes with the first backend, from a GPU to itself or in the host."""
     env = {**_LOGGED, **env, **({"UCX_TLS": tls} if tls else {})}
     arguments = device, msgspec.json.encode(backends).decode()
     pair = await run_pair("kvbus.data.bare_agent", *arguments, limit_s=limit_s, env=env)

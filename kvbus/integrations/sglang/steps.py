@@ -10,7 +10,7 @@ from kvbus.engine import Link
 from kvbus.protocol.engine import NUM_SEQUENCE_WORDS
 
 ATTRIBUTE = "kvbus_steps"
-"""Of SGLang's scheduler."""
+"""Attribute of SGLang's scheduler that holds its `Steps`."""
 
 
 class Steps:

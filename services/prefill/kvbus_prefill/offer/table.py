@@ -1,6 +1,7 @@
 """Table of all offers: admission, names and dispatch (sans-IO)."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -207,12 +208,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        if isinstance(event, ev.Restored):
-            return self._restore(event, now)
-        if isinstance(event, ev.Copied):
-            return self._park(event, now)
-        if isinstance(event, ev.KeepRequested):
-            return self._keep(event, now)
+        of_table: dict[type[Any], Callable[[Any, float], Commands]] = {
+            ev.Restored: self._restore,
+            ev.Copied: self._park,
+            ev.KeepRequested: self._keep,
+        }
+        if type(event) in of_table:
+            return of_table[type(event)](event, now)
         if not isinstance(event, ev.RequestReceived | ev.Opened):
             return self._apply_all(self._hit_by(event, now), event, now)
         try:
