@@ -78,9 +78,9 @@ async def measure_read(
     backends: Backends = UCX_ONLY,
     env: Mapping[str, str] = NO_SETTINGS,
 ) -> MeasuredRead:
-    """Read between two processes with the first backend, from a GPU to itself or in the host."""
+    """Read from a GPU to itself, or from host memory, with the first backend."""
     env = {**_LOGGED, **env, **({"UCX_TLS": tls} if tls else {})}
-    arguments = device, msgspec.json.encode(backends).decode()
+    arguments = msgspec.json.encode(backends).decode(), device
     pair = await run_pair("kvbus.data.bare_agent", *arguments, limit_s=limit_s, env=env)
     wire, is_emulated = wire_in(pair.log)
     version = _UCX_VERSION.search(pair.log)

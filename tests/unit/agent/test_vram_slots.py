@@ -96,10 +96,11 @@ def test_slots_are_pinned_host_memory_where_reads_fail() -> None:
 
 
 @apart(only_fake=True)
-def test_nothing_is_measured_without_a_nic() -> None:
+def test_no_read_is_measured_without_nic_or_for_slots_on_gpu() -> None:
     async def never(_gpu: str) -> Any:
         raise AssertionError("a READ was measured")
 
     memory, _ = _slots(measure_read=never)
+    wanted, _ = _slots(on_gpu=True, measure_read=never)
 
-    assert memory == "DRAM"
+    assert (memory, wanted) == ("DRAM", "VRAM")
