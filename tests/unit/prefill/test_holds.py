@@ -17,9 +17,7 @@ NAME, SECRET, FORGED = "n" * 32, "s" * 32, "f" * 32
 TTL_S, KEEP_S, HOLD_S = 5.0, 15.0, 60.0
 LIMITS = OfferLimits(max_hold_s=HOLD_S, max_lease_s=30.0, max_names=2)
 BY_ID, BY_NAME = protocol.HeldOffer(SECRET, "o1"), protocol.HeldOffer(NAME)
-WITHDRAWN = ev.RequestReceived(
-    protocol.WithdrawOffer(offer_id="o1"), "engine", engine_id="engine"
-)
+WITHDRAWN = ev.RequestReceived(protocol.WithdrawOffer(offer_id="o1"), "engine", engine_id="engine")
 
 
 def opened(ttl_s: float = TTL_S) -> ev.Opened:
