@@ -4,9 +4,9 @@
 #   docker run --rm kvbus kvbus doctor
 #   docker run --env KVBUS_AGENT_ID=… kvbus kvbus-prefill        # or kvbus-decode
 #
-# BASE is any image with Python 3.11 or later and its venv module. What pip finds by default is torch for CUDA, with
-# its libraries, so a slim base does for GPUs as well. For CPUs name an index of torch's CPU builds, which saves
-# gigabytes: --build-arg TORCH_INDEX=https://…
+# BASE is any image with Python 3.11 or later and its venv module; a slim one does for GPUs as well. Agents use no
+# torch, but the SDK in the package does: name an index of torch's CPU builds, which saves gigabytes:
+# --build-arg TORCH_INDEX=https://…
 #
 # An engine imports kvbus in its own process. vLLM with kvbus, of the same version as the agents:
 #

@@ -73,6 +73,16 @@ class ModelFields(EngineFields, kw_only=True):
         return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
 
 
+def gpu_number(device: str) -> int | None:
+    """Return the ordinal of ``cuda`` or ``cuda:N``, and None for ``cpu``; raise `ConfigError`."""
+    if device == "cpu":
+        return None
+    found = re.fullmatch(r"cuda(?::(\d{1,3}))?", device)
+    if not found:
+        raise ConfigError(f"device {device!r} is neither cpu nor cuda nor cuda:N")
+    return int(found[1] or 0)
+
+
 W = TypeVar("W", bound=LayoutFields)
 _WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
 

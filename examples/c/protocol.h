@@ -40,6 +40,10 @@ enum {
 /* offer_id, [after] -> nothing */
 #define KVBUS_OP_SEAL "seal"
 /* offer_id -> nothing */
+#define KVBUS_OP_PARK "park"
+/* short -> nothing */
+#define KVBUS_OP_BLOCKS "blocks"
+/* offer_id -> nothing */
 #define KVBUS_OP_WITHDRAW "withdraw"
 /* [ended] -> nothing */
 #define KVBUS_OP_REPUBLISHED "republished"
@@ -125,6 +129,8 @@ enum {
 #define KVBUS_CODE_OFFER_OPEN "offer_open"
 /* The offer is sealed and cannot change. */
 #define KVBUS_CODE_OFFER_SEALED "offer_sealed"
+/* The offer is in a pool of its agent; `engine_id` and `engine_instance` of the detail name the pool. */
+#define KVBUS_CODE_OFFER_PARKED "offer_parked"
 /* The offer was withdrawn. */
 #define KVBUS_CODE_OFFER_WITHDRAWN "offer_withdrawn"
 /* The offer was not read in time. */

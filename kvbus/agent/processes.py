@@ -7,6 +7,7 @@ import time
 import psutil
 from msgspec import structs
 
+from kvbus.agent.staging_devices import StagingDevices
 from kvbus.data.client import DataProcess
 from kvbus.protocol.tools import ProcessStatus
 
@@ -27,8 +28,8 @@ NOT_READ = ProcessStatus("")
 class ProcessReport:
     """A report that is refreshed at most once per `READ_S`: unauthorized callers may request it."""
 
-    def __init__(self, data: DataProcess) -> None:
-        self._data = data
+    def __init__(self, data: DataProcess, staging: StagingDevices) -> None:
+        self._data, self._staging = data, staging
         self._ended_at = 0.0
         self._read_at, self._read = -math.inf, (NOT_READ, NOT_READ)
 
@@ -42,7 +43,10 @@ class ProcessReport:
             self._read = _process("control", os.getpid()), _process("data", status.pid)
         control, data = self._read
         restarts, reason = status.num_restarts, status.last_end
-        return control, structs.replace(data, num_restarts=restarts, last_end=reason)
+        gpu_bytes = self._staging.gpu_bytes()
+        return control, structs.replace(
+            data, num_restarts=restarts, last_end=reason, gpu_bytes=gpu_bytes
+        )
 
     def readings(self) -> dict[str, float]:
         _, data = self.processes()

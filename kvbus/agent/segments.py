@@ -133,6 +133,7 @@ class Segments:
         if len(fds) != len(segment.parts):
             raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
         source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
+        source.check_kind()
         known = self.passed.get(segment.segment_id)
         if isinstance(known, PassedGpuMemory) and segment.parts:
             self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))
@@ -147,7 +148,10 @@ class Segments:
         fds.clear()
         return Empty()
 
-    async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
+    async def register(
+        self, engine: EngineSpec, rank: RankSpec, *, readers: tuple[str, ...] = ()
+    ) -> RegisteredRank:
+        """Have the data process map a rank; GPUs of ``readers`` copy into its host memory."""
         if self._is_discarded:
             raise _ended()
         self._check_passed(rank)
@@ -159,6 +163,7 @@ class Segments:
             rank=rank,
             segments=tuple(_part(name, self.passed[name]) for name in names),
             direct=self.direct,
+            readers=readers,
         )
         remove, fds = wire.RemoveMemory(memory=number), self.fds_of(names)
         defined = Defined(add, remove, fds=fds)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio
 import structlog
 
+from kvbus.agent.probe import LET_NICS_READ, MeasuredRead, measure_vram_read
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import HOST
@@ -21,6 +24,8 @@ from kvbus.errors import (
 )
 
 log = structlog.get_logger()
+
+MeasureRead = Callable[[str], Awaitable[MeasuredRead]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +49,14 @@ class DeviceSlots:
         return self._opened.nixl_device
 
     @property
+    def is_open(self) -> bool:
+        return isinstance(self.defined.result, wire.SlotsOpened)
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        return self._opened.gpu_bytes
+
+    @property
     def _opened(self) -> wire.SlotsOpened:
         opened = self.defined.result
         if not isinstance(opened, wire.SlotsOpened):
@@ -54,7 +67,8 @@ class DeviceSlots:
 class StagingDevices:
     """The host's slots exist after `open`, a GPU's after its first use.
 
-    With ``only``, NIXL registers only slots, never the engines' own memory.
+    With ``only``, NIXL registers only slots, never the engines' own memory. With ``on_gpu``, the
+    slots for GPUs are in GPU memory, and no READ is measured.
     """
 
     def __init__(
@@ -65,11 +79,14 @@ class StagingDevices:
         slot_bytes: int,
         only: bool,
         nic_reads_gpu: bool = False,
+        on_gpu: bool = False,
+        measure_read: MeasureRead = measure_vram_read,
     ) -> None:
         self.only = only
         self.num_slots = staging_bytes // slot_bytes
         self.slot_bytes = slot_bytes if self.num_slots else 0
-        self._data, self._nic_reads_gpu = data, nic_reads_gpu
+        self._data, self._nic_reads_gpu, self._measure_read = data, nic_reads_gpu, measure_read
+        self._on_gpu = on_gpu
         self._slots: dict[str, DeviceSlots] = {}
         self._lock = anyio.Lock()
 
@@ -104,8 +121,21 @@ class StagingDevices:
             raise LocalError(f"no staging slots for {device}", code=ErrorCode.INTERNAL)
         return slots
 
+    def gpu_bytes(self) -> dict[str, int]:
+        """Return what the data process has taken of each GPU, as far as known."""
+        found: dict[str, int] = {}
+        for device, slots in self._slots.items():
+            with suppress(LocalError):  # the data process is starting again
+                if slots.gpu_bytes is not None:
+                    found[device] = slots.gpu_bytes
+        return found
+
     def of(self, devices: set[str]) -> list[DeviceSlots]:
         return [slots for device, slots in self._slots.items() if device in devices]
+
+    def kinds_of(self, devices: set[str]) -> tuple[wire.MemoryKind, ...]:
+        """Return the kinds of memory of the open slots."""
+        return tuple(sorted({slots.memory_kind for slots in self.of(devices) if slots.is_open}))
 
     async def check(self) -> None:
         """Kill a restarted data process that cannot create the slots; another one will start."""
@@ -126,10 +156,25 @@ class StagingDevices:
                 device=device,
                 num_slots=self.num_slots,
                 slot_bytes=self.slot_bytes,
-                nic_reads_gpu=self._nic_reads_gpu,
+                nic_reads_gpu=self._on_gpu or await self._nic_reads(device),
             )
             slots = DeviceSlots(device, self.num_slots, self.slot_bytes, Defined(wanted))
             await self._data.define(slots.defined)
             self._slots[device] = slots
             if device != HOST:
-                log.info("staging.placed", gpu=device, memory=slots.memory_kind)
+                cost = {} if slots.gpu_bytes is None else {"gpu_bytes": slots.gpu_bytes}
+                log.info("staging.placed", gpu=device, memory=slots.memory_kind, **cost)
+
+    async def _nic_reads(self, device: str) -> bool:
+        if device == HOST or not self._nic_reads_gpu:
+            return False
+        read = await self._measure_read(device)
+        if read.error:
+            log.warning("staging.unreadable", gpu=device, reason=read.error, do=LET_NICS_READ)
+            return False
+        write = log.warning if read.is_emulated else log.info
+        advice = {"do": LET_NICS_READ} if read.is_emulated else {}
+        event = "staging.emulated" if read.is_emulated else "staging.read"
+        speed = round(read.bytes_per_s)
+        write(event, gpu=device, wire=read.wire, bytes_per_s=speed, **advice)
+        return not read.is_emulated

@@ -19,11 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbus.engine import AgentRole
+from kvbus.engine import AgentRole, KvCache, RankMemory
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import BlockTable, KvPart, lay_out_rank, num_blocks_for
 from kvbus.lab.lab_engine import Engine
 from kvbus.lab.process import TimedFetch, run_program, serve
+from kvbus.memory.cuda import GpuAllocation, GpuMemory, read_bytes, write_bytes
 from kvbus.memory.segment import huge_bytes
 from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan
 from kvbus.spec_text import ModelFields, read_fields
@@ -35,6 +36,7 @@ Request = tuple[str, int, list[int]]
 
 GROUP = "attention"
 NUM_PARTS, DTYPE_BYTES = 2, 2
+CHUNK_BYTES = 64 << 20
 
 
 class Shape(ModelFields, kw_only=True):
@@ -137,15 +139,18 @@ class BenchEngine(Engine):
         num_blocks: int,
         *,
         role: AgentRole,
+        device: str = "cpu",
         attach_timeout_s: float = 30.0,
     ) -> None:
         self.shape, self._role = shape, role
+        self._mirrors = list[tuple[GpuMemory, Tensor]]()
         super().__init__(
             attach_path,
             shape.engine(engine_id),
             shape.parse(),
             num_blocks={GROUP: num_blocks},
             role=role,
+            device=device,
             attach_timeout_s=attach_timeout_s,
         )
 
@@ -154,6 +159,18 @@ class BenchEngine(Engine):
         if self._role is AgentRole.PREFILL:
             self._fill()
         return self
+
+    def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
+        """Give GPU memory a mirror on the host, so that torch needs no CUDA."""
+        made = RankMemory.allocate(
+            self.spec, rank, self.layout, num_blocks=self.num_blocks, device=self.device
+        )
+        (storage,) = made.storages.values()
+        if not isinstance(storage, GpuAllocation):
+            return made, KvCache(self.spec, made.rank, made.tensor)
+        mirror = torch.zeros(storage.size_bytes, dtype=torch.uint8)
+        self._mirrors.append((storage.memory, mirror))
+        return made, KvCache(self.spec, made.rank, mirror)
 
     async def fetch_timed(self, ticket: Ticket, tables: PairedBlocks) -> TimedFetch:
         block_ids = {GROUP: tables.decode}
@@ -178,12 +195,18 @@ class BenchEngine(Engine):
         for number, heads, words in self._parts():
             blocks, slots = (torch.arange(size) for size in words.shape[:2])
             words.copy_(_pattern(number, blocks[:, None], slots, heads=heads, num=words.shape[3]))
+        self._write_mirrors()
 
     def wipe(self) -> None:
         for _, _, words in self._parts():
             words.zero_()
+        self._write_mirrors()
 
     def has(self, tables: PairedBlocks, source: Shape) -> bool:
+        for memory, mirror in self._mirrors:
+            for at, part in _chunks(mirror):
+                content = read_bytes(memory.ordinal, memory.address + at, len(part))
+                part[:] = np.frombuffer(content, np.uint8)
         positions = torch.arange(tables.num_tokens)
         prefill, decode = torch.from_numpy(tables.prefill), torch.from_numpy(tables.decode)
         blocks, slots = prefill[positions // source.block], positions % source.block
@@ -200,6 +223,11 @@ class BenchEngine(Engine):
         in_huge_pages = sum(huge_bytes(one.data_ptr()) for one in storages)
         return in_huge_pages / sum(one.nbytes() for one in storages)
 
+    def _write_mirrors(self) -> None:
+        for memory, mirror in self._mirrors:
+            for at, part in _chunks(mirror):
+                write_bytes(memory.ordinal, memory.address + at, part.tobytes())
+
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield number, heads and words [block, slot, head, word] of each part."""
         for cache in self.caches:
@@ -207,6 +235,11 @@ class BenchEngine(Engine):
                 heads = torch.arange(region.first_head, region.first_head + region.num_heads)
                 for layer, (at, part) in product(region.layers, enumerate(region.parts)):
                     yield layer << 1 | at, heads, cache.view(layer, part).view(torch.int64)
+
+
+def _chunks(mirror: Tensor) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    for at in range(0, len(mirror), CHUNK_BYTES):
+        yield at, mirror[at : at + CHUNK_BYTES].numpy()
 
 
 def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: int) -> Tensor:
@@ -221,9 +254,15 @@ class Engines:
         self._attach_path = attach_path
         self._engines: dict[str, BenchEngine] = {}
 
-    async def open(self, name: str, shape: dict[str, Any], num_blocks: int) -> None:
-        made = msgspec.convert(shape, Shape)
-        engine = BenchEngine(self._attach_path, name, made, num_blocks, role=AgentRole.PREFILL)
+    async def open(self, name: str, shape: dict[str, Any], num_blocks: int, device: str) -> None:
+        engine = BenchEngine(
+            self._attach_path,
+            name,
+            msgspec.convert(shape, Shape),
+            num_blocks,
+            role=AgentRole.PREFILL,
+            device=device,
+        )
         self._engines[name] = await engine.__aenter__()
 
     async def close(self, name: str) -> None:

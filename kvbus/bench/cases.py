@@ -4,15 +4,11 @@ The limit is a bare NIXL READ, a memcpy for mapped memory, or `floor` for small 
 """
 
 import asyncio
-import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 
 import anyio
@@ -36,7 +32,6 @@ from kvbus.bench.bench_engine import (
 from kvbus.bench.figures import (
     Figure,
     Scale,
-    Sheet,
     Ways,
     in_turn,
     milliseconds,
@@ -45,10 +40,9 @@ from kvbus.bench.figures import (
     stages,
 )
 from kvbus.bench.floor import floor
-from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair, running
-from kvbus.errors import KVBusError, RequestTimeout
+from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair
+from kvbus.bench.run import Cases
 from kvbus.histograms import added_counts, histogram_quantile
-from kvbus.output import waiting_for
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB
@@ -58,7 +52,6 @@ CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
 WARM_UP_S, RATE_S = 1.0, 10.0
 
-CASE_WITHIN_S, ROUND_WITHIN_S = 600.0, 10.0
 LOAD_S, LARGE_S = 15.0, 210.0
 """The first suffices for p99 of the loop lag, the second for its maximum."""
 CHECK_S = 10.0
@@ -359,7 +352,7 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     return [Figure(f"{name} CPU", n, "% of core", most=1.0) for name, n in shares.items()]
 
 
-CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
+CASES: Cases = {
     "contiguous-64m": partial(
         measure_transfer, shape=BIG, blocks=contiguous, of_raw=1.2, unmapped=0.92
     ),
@@ -377,33 +370,3 @@ CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
     "hnd-to-nhd": partial(measure_reshape, source=HND_1, target=NHD_1),
     "large": measure_large,
 }
-
-
-def run_cases(names: Sequence[str], scale: Scale, sheet: Sheet) -> None:
-    """Raises `KVBusError`, alone or in groups."""
-    with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as folder:
-        anyio.run(_run, names, scale, sheet, Path(folder))
-
-
-async def _run(names: Sequence[str], scale: Scale, sheet: Sheet, folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        with waiting_for("two agents and a process of engines to start"):
-            bench = await stack.enter_async_context(running(folder))
-        try:
-            for name in names:
-                sheet.begin(name)
-                sheet.show(await _measured(name, bench, scale))
-        except* KVBusError:
-            for agent in bench.agents.values():  # shows whether it runs, and the end of its log
-                sys.stderr.write(f"{agent.child.lost('runs')}\n")
-            raise
-
-
-async def _measured(name: str, bench: Bench, scale: Scale) -> list[Figure]:
-    within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
-    try:
-        with anyio.fail_after(within_s):
-            async with bench.opened:
-                return await CASES[name](bench, scale)
-    except TimeoutError as error:
-        raise RequestTimeout(f"case '{name}' was not measured within {within_s:g} s") from error

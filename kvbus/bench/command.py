@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import typer
 
-from kvbus.bench.figures import CASES, EVERY_TIME, MAX_MIB, Scale, Sheet
-from kvbus.errors import ConfigError, KVBusError, leaves
+from kvbus.bench.figures import CASES, EVERY_TIME, GPU_CASES, MAX_MIB, Scale, Sheet
+from kvbus.errors import ConfigError, KVBusError, SegmentError, leaves
+from kvbus.memory.cuda import check_ordinal, driver_version, seen_gpus
 from kvbus.output import write_json, write_text
+from kvbus.spec_text import gpu_number
 from kvbus.text import printable
 
 MAX_ROUNDS = 1000
@@ -34,6 +36,14 @@ def bench(
         list[str] | None,
         typer.Option(metavar="CASE", help=f"Measure {', '.join(CASES)} only; may be repeated."),
     ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU",
+            help="Measure handoffs between engines on this GPU, such as cuda:0; given twice, "
+            f"between two. Cases: {', '.join(GPU_CASES)}.",
+        ),
+    ] = None,
     as_one_json: AsOneJson = False,
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
 ) -> None:
@@ -41,16 +51,39 @@ def bench(
 
     To measure between agents on two machines: `kvbus bench-prefill | kvbus bench-decode`.
     """
-    names = tuple(dict.fromkeys(only or EVERY_TIME))
-    if unknown := [name for name in names if name not in CASES]:
-        raise ConfigError(f"--only: no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    gpus = [_gpu(text) for text in device or ()]
+    every, known = (GPU_CASES, GPU_CASES) if gpus else (EVERY_TIME, CASES)
+    names = tuple(dict.fromkeys(only or every))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only: no case {', '.join(unknown)}; there are {', '.join(known)}")
+    if len(gpus) > 2:
+        raise ConfigError("--device: one GPU for both engines, or one for each")
 
     def measure(sheet: Sheet) -> None:
-        from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
+        # torch costs seconds, even for --help
+        from kvbus.bench import cases, gpu_cases, run  # noqa: PLC0415
 
-        run_cases(names, Scale(rounds, scale), sheet)
+        found = gpu_cases.GPU_CASES if gpus else cases.CASES
+        devices = (gpus[0], gpus[-1]) if gpus else ("cpu", "cpu")
+        run.run_cases(found, names, Scale(rounds, scale), sheet, devices)
 
-    _show("bench", measure, as_one_json, scale=scale, rounds=rounds)
+    about = {"driver": driver_version(), "gpus": [*map(_model, gpus)]} if gpus else {}
+    _show("bench", measure, as_one_json, scale=scale, rounds=rounds, **about)
+
+
+def _gpu(text: str) -> str:
+    ordinal = gpu_number(text)
+    if ordinal is None:
+        raise ConfigError("--device is a GPU: without it, the engines are on the CPU")
+    try:
+        check_ordinal(ordinal)
+    except SegmentError as error:
+        raise ConfigError(f"--device {text}: {error.message}") from error
+    return f"cuda:{ordinal}"
+
+
+def _model(device: str) -> str:
+    return seen_gpus()[gpu_number(device) or 0].model
 
 
 def bench_prefill(
@@ -104,7 +137,7 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
 
 
 def _show(
-    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **options: float
+    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **options: Any
 ) -> None:
     sheet = Sheet()
     machine = {

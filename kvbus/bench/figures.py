@@ -19,6 +19,14 @@ EVERY_TIME = (
 )
 CASES = (*EVERY_TIME, "large")
 """In order of measurement. ``large`` needs 9 GiB, so it runs only on request."""
+GPU_CASES = (
+    "contiguous",
+    "scattered-256k",
+    "scattered-16k",
+    "tp-1-to-2",
+    "hnd-to-nhd",
+    "one-block",
+)
 MAX_MIB = 1024
 
 

@@ -29,6 +29,7 @@ READERS: Mapping[str, Mapping[str, str | bool]] = {
     **{path: {"path": path} for path in ("mapped", "direct", "staged", "packed")},
 }
 DEFAULTS: Settings = MappingProxyType({})
+ON_HOST = "cpu", "cpu"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 LARGEST_LAG = "kvbus_event_loop_largest_lag_seconds"
 
@@ -133,6 +134,8 @@ class Bench:
     engines: EngineChild
     folder: Path
     stack: ExitStack
+    devices: tuple[str, str] = ON_HOST
+    """Those of the prefill and the decode engines."""
     others: dict[str, BenchAgent] = field(default_factory=dict)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Objects of the current case."""
@@ -148,7 +151,7 @@ class Bench:
     async def source(self, shape: Shape, num_blocks: int) -> BenchSource:
         source = BenchSource(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
         send = partial(self.engines.request, type(None), name=source.name)
-        await send("open", shape=shape, num_blocks=num_blocks)
+        await send("open", shape=shape, num_blocks=num_blocks, device=self.devices[0])
         self.opened.push_async_callback(send, "close")
         return source
 
@@ -156,8 +159,14 @@ class Bench:
         self, shape: Shape, num_blocks: int, *, source: BenchSource | None = None, label: str = ""
     ) -> Pair:
         """Without ``source``, the engine reads a new one like itself."""
-        path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"
-        engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
+        engine = BenchEngine(
+            self.decode_agent(label).attach_path,
+            f"decode-{uuid.uuid4().hex}",
+            shape,
+            num_blocks,
+            role=AgentRole.DECODE,
+            device=self.devices[1],
+        )
         source = source or await self.source(shape, num_blocks)
         return Pair(source, await self.opened.enter_async_context(engine))
 
@@ -185,7 +194,9 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    folder: Path, settings: Mapping[str, Settings] = MappingProxyType({})
+    folder: Path,
+    settings: Mapping[str, Settings] = MappingProxyType({}),
+    devices: tuple[str, str] = ON_HOST,
 ) -> AsyncIterator[Bench]:
     with ExitStack() as stack:
         agents = {}
@@ -195,4 +206,4 @@ async def running(
         path, log = str(agents["prefill agent"].attach_path), folder / "prefill-engines.log"
         process = engine_process("prefill engine", "kvbus.bench.bench_engine", path, log=log)
         async with process as engines:
-            yield Bench(agents, engines, folder, stack)
+            yield Bench(agents, engines, folder, stack, devices)

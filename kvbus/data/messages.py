@@ -19,6 +19,9 @@ from kvbus.planning import Share
 HOST = "host"
 """Device of memory outside GPUs. GPUs are named by UUID."""
 MemoryKind = Literal["DRAM", "VRAM"]
+Backends = Mapping[str, Mapping[str, str]]
+UCX = "UCX"
+UCX_ONLY: Backends = {UCX: {}}
 Span = tuple[int, int]
 """Token positions [start, stop)."""
 Tables = Mapping[str, BlockTable]
@@ -30,9 +33,16 @@ class DataRequest(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 class Configure(DataRequest, frozen=True):
+    """``nixl_backends`` has the parameters by backend, in order of preference."""
+
     nixl_name: str
     slice_bytes: int
     copy_threads: int
+    nixl_backends: Backends = msgspec.field(default_factory=lambda: UCX_ONLY)
+
+
+class CheckBackends(DataRequest, frozen=True):
+    """Load the plugins of the backends. No port opens."""
 
 
 class OpenNixl(DataRequest, frozen=True):
@@ -64,7 +74,8 @@ class AddMemory(DataRequest, frozen=True):
     """Reply: `MemoryAdded`.
 
     ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL. GPU memory
-    is for copies by the GPUs of ``readers``, by default its own.
+    is for copies by the GPUs of ``readers``, by default its own. Host memory with ``readers`` is
+    pinned, and the first of them copies into it.
     """
 
     memory: int
@@ -132,6 +143,7 @@ class RemovePlan(DataRequest, frozen=True):
 class Metadata(DataRequest, frozen=True):
     memories: tuple[int, ...]
     devices: tuple[str, ...]
+    backend: str = UCX
 
 
 class DriveProgress(DataRequest, frozen=True):
@@ -249,6 +261,7 @@ Job = (
 )
 ToData = (
     Configure
+    | CheckBackends
     | OpenNixl
     | OpenSlots
     | AddMemory
@@ -272,6 +285,8 @@ class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     address: int
     memory_kind: MemoryKind
     nixl_device: int
+    gpu_bytes: int | None = None
+    """Memory that the process has taken of the GPU: its context, and slots if they are there."""
 
 
 class MemoryAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):

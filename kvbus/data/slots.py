@@ -4,7 +4,7 @@ from kvbus.data.messages import HOST, MemoryKind
 from kvbus.data.nixl import Registration
 from kvbus.errors import GeometryError, SegmentError
 from kvbus.memory.copying import ByteRange
-from kvbus.memory.cuda import PinnedMemory, VramMemory, gpu_ordinal
+from kvbus.memory.cuda import PinnedMemory, VramMemory, gpu_ordinal, taken_bytes
 from kvbus.memory.host_memory import HostMemory
 
 Storage = HostMemory | PinnedMemory | VramMemory
@@ -17,6 +17,8 @@ class Slots:
         self.memory: MemoryKind = registration.memory
         self.device = registration.device
         self.refused: SegmentError | None = None
+        self.gpu_bytes: int | None = None
+        """Memory that the process has taken of the GPU, as far as known."""
 
     def address(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -45,12 +47,18 @@ def allocate_slots(device: str, kind: MemoryKind, num_slots: int, slot_bytes: in
     size_bytes = num_slots * slot_bytes
     if size_bytes <= 0:
         raise SegmentError(f"{num_slots} staging slots of {slot_bytes} bytes", device=device)
-    ordinal = 0 if device == HOST else gpu_ordinal(device)
-    storage: Storage
     if device == HOST:
         storage = HostMemory(size_bytes)
-    else:
-        storage = (PinnedMemory if kind == "DRAM" else VramMemory)(size_bytes, ordinal)
+        return Slots(storage, Registration(storage.address, size_bytes, 0, kind), slot_bytes)
+    return _allocate_for_gpu(device, kind, size_bytes, slot_bytes)
+
+
+def _allocate_for_gpu(gpu: str, kind: MemoryKind, size_bytes: int, slot_bytes: int) -> Slots:
+    taken_bytes(gpu)  # before the first context
+    ordinal = gpu_ordinal(gpu)
+    storage = (PinnedMemory if kind == "DRAM" else VramMemory)(size_bytes, ordinal)
     nixl_device = ordinal if kind == "VRAM" else 0
     registration = Registration(storage.address, size_bytes, nixl_device, kind)
-    return Slots(storage, registration, slot_bytes)
+    slots = Slots(storage, registration, slot_bytes)
+    slots.gpu_bytes = taken_bytes(gpu)
+    return slots

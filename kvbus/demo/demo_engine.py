@@ -12,8 +12,9 @@ import msgspec
 import torch
 from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
+from torch import Tensor
 
-from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
+from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, greedy, slots
 from kvbus.demo.options import EngineSetup, Step, encode
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
@@ -26,9 +27,12 @@ T = TypeVar("T")
 
 
 class Pass(NamedTuple):
+    """``after`` is reached when the GPU has computed it."""
+
     num_tokens: int
     block_ids: dict[str, list[int]]
-    step: Step
+    logits: Tensor
+    after: int
 
 
 class DemoEngine:
@@ -36,7 +40,8 @@ class DemoEngine:
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
         self._setup, self._engine, self._tasks = setup, engine, tasks
-        self._model, self._kv = Transformer(setup.spec), PagedKV.of(engine.caches)
+        self._model = Transformer(setup.spec, device=setup.device)
+        self._kv = PagedKV.of(engine.caches)
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
         self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass], Pass | None]] = {}
@@ -60,6 +65,7 @@ class DemoEngine:
                 num_tokens=whole.num_tokens if whole else 0,
                 block_ids=whole.block_ids if whole else dict.fromkeys(tables, ()),
                 total=None if whole else len(tokens),
+                after=whole.after if whole else 0,
             )
         except KVBusError:
             self._engine.blocks.give(tables)
@@ -70,13 +76,13 @@ class DemoEngine:
     async def compute(self, request_id: str) -> Step:
         offered, tables, passes, whole = self._prefills.pop(request_id)
         try:
-            step = whole.step if whole else await _extend(offered, passes)
+            last = whole or await _extend(offered, passes)
         except KVBusError:
             await offered.withdraw()
             self._engine.blocks.give(tables)
             raise
         self._tasks.start_soon(self._give_when_free, offered, tables)
-        return step
+        return await self._on_device(partial(greedy, last.logits))
 
     async def _give_when_free(self, offered: Offered, tables: Tables) -> None:
         with contextlib.suppress(KVBusError):  # the agent and its readers are gone
@@ -99,7 +105,12 @@ class DemoEngine:
                 group: table.array()[: num_blocks - table.first_block]
                 for group, table in tables.items()
             }
-            running = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
+            running = self._engine.fetch(
+                ticket,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
+                after=self._engine.link.record(),  # earlier work on these blocks
+            )
         except KVBusError:  # the prompt is longer than this engine has room for
             self._engine.blocks.give(tables)
             self._engine.link.release(ticket)
@@ -134,11 +145,16 @@ class DemoEngine:
     async def _passes(self, prompt: list[int], tables: Tables) -> AsyncIterator[Pass]:
         size, num_before, chunk = self._block_size, 0, self._setup.prefill_chunk
         passes = Generation(self._model, self._kv, tables).prefill(prompt, chunk)
-        while (computed := await self._on_device(partial(next, passes, None))) is not None:
-            num_tokens, step = computed
+
+        def launch() -> tuple[int, Tensor, int] | None:
+            launched = next(passes, None)
+            return launched and (*launched, self._engine.link.record())
+
+        while (launched := await self._on_device(launch)) is not None:
+            num_tokens, logits, after = launched
             new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
             ids = {name: table.array()[new].tolist() for name, table in tables.items()}
-            yield Pass(num_tokens, ids, step)
+            yield Pass(num_tokens, ids, logits, after)
             num_before = num_tokens
 
     async def _on_device(self, step: Callable[[], T]) -> T:
@@ -148,11 +164,11 @@ class DemoEngine:
         return await self._engine.blocks.acquire_tables(wanted, wait_s=PATIENCE_S)
 
 
-async def _extend(offered: Offered, passes: AsyncIterator[Pass]) -> Step:
+async def _extend(offered: Offered, passes: AsyncIterator[Pass]) -> Pass:
     async for one in passes:
-        await offered.extend(one.num_tokens, one.block_ids)
+        await offered.extend(one.num_tokens, one.block_ids, after=one.after)
     await offered.seal()
-    return one.step
+    return one
 
 
 def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
@@ -171,6 +187,7 @@ async def main(setup: EngineSetup) -> None:
         setup.layout,
         num_blocks=setup.num_blocks,
         ring_blocks=setup.ring_blocks,
+        device=setup.device,
         attach_timeout_s=PATIENCE_S,
         wait_s=PATIENCE_S,
     )

@@ -1,8 +1,9 @@
 """Small Llama-style transformer, its paged KV cache, and greedy generation.
 
-It computes in float64 on one thread, without batches, and reads all KV back from the cache. So the
-logits are bit-identical whether KV was computed here or copied, for any block ids, strides and
-parallelism. Rounding to float32 hides the order of sums, but no flipped bit of a 16-bit cache.
+It computes in float64 on one thread or one GPU, without batches, and reads all KV back from the
+cache. So the logits are bit-identical whether KV was computed here or copied, for any block ids,
+strides and parallelism. Rounding to float32 hides the order of sums, but no flipped bit of a
+16-bit cache.
 
 K is cached without its RoPE and rotated when it is read, so that a misplaced block is detected.
 
@@ -36,7 +37,7 @@ from kvbus.geometry import (
 )
 from kvbus.lab.lab_engine import Tables, private_cache
 
-COMPUTE_DTYPE = torch.float64
+COMPUTE_DTYPE, CPU = torch.float64, torch.device("cpu")
 VOCAB = 256  # bytes
 ROPE_THETA = 10_000.0
 
@@ -76,10 +77,21 @@ class PagedKV:
         )
 
     @classmethod
-    def private(cls, spec: EngineSpec, num_blocks: int) -> "PagedKV":
-        layout = KvLayout.parse("NHD")
-        ranks = range(spec.num_ranks)
-        return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
+    def private(cls, spec: EngineSpec, num_blocks: int, device: torch.device = CPU) -> "PagedKV":
+        layout, ranks = KvLayout.parse("NHD"), range(spec.num_ranks)
+        return cls.of([private_cache(spec, rank, layout, num_blocks, device) for rank in ranks])
+
+    def on(self, device: torch.device) -> "PagedKV":
+        """Return a copy there, or this cache if it is there."""
+        return PagedKV(
+            [
+                {
+                    layer: {part: view.to(device) for part, view in views.items()}
+                    for layer, views in layers.items()
+                }
+                for layers in self.views
+            ]
+        )
 
     def ranks_of(self, layer: int) -> Sequence[LayerViews]:
         return [layers[layer] for layers in self.views if layer in layers]
@@ -126,8 +138,8 @@ def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list
 
 def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return block and slot, each [token]."""
-    block_size, positions = view.shape[1], torch.arange(start, stop)
-    ids = torch.from_numpy(table.array().astype("int64"))
+    block_size, positions = view.shape[1], torch.arange(start, stop, device=view.device)
+    ids = torch.from_numpy(table.array().astype("int64")).to(view.device)
     return ids[positions // block_size - table.first_block], positions % block_size
 
 
@@ -141,11 +153,12 @@ class Transformer:
         spec: EngineSpec,
         seed: int = 0,
         *,
+        device: str = "cpu",
         hidden: int = 256,
         intermediate: int = 512,
         head_dim: int = HEAD_DIM,
     ) -> None:
-        self.spec, self._head_dim = spec, head_dim
+        self.spec, self.device, self._head_dim = spec, torch.device(device), head_dim
         self.groups = {layer: group for group in spec.groups for layer in group.layers}
         num_kv_heads = spec.groups[0].num_kv_heads
         self.num_query_heads = -(-MAX_TP // num_kv_heads) * num_kv_heads
@@ -157,7 +170,7 @@ class Transformer:
         self.to_logits = self._draw(hidden, VOCAB)
         exponents = torch.arange(0, head_dim, 2, dtype=COMPUTE_DTYPE) / head_dim
         angles = torch.outer(torch.arange(MAX_TOKENS, dtype=COMPUTE_DTYPE), ROPE_THETA**-exponents)
-        self._turns = torch.polar(torch.ones_like(angles), angles)
+        self._turns = torch.polar(torch.ones_like(angles), angles).to(self.device)
 
     def _layer(self, group: GroupSpec, hidden: int, intermediate: int) -> Weights:
         query_width = self.num_query_heads * self._head_dim
@@ -178,7 +191,7 @@ class Transformer:
     def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
         """Return [in, out]; it scales the variance by ``gain`` squared."""
         drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
-        return drawn * (gain / sqrt(num_in))
+        return (drawn * (gain / sqrt(num_in))).to(self.device)
 
     def logits(
         self, tokens: Sequence[int], kv: PagedKV, tables: Tables, *, start: int = 0
@@ -188,7 +201,7 @@ class Transformer:
         The cache must hold the KV before ``start``.
         """
         torch.set_num_threads(1)  # otherwise sums depend on the number of threads
-        x = self.embedding[torch.tensor(tokens)]
+        x = self.embedding[torch.tensor(tokens, device=self.device)]
         for layer, weights in enumerate(self.layers):
             x = x + self._attention(layer, rms_norm(x), kv, tables, start=start)
             x = x + feed_forward(rms_norm(x), weights)
@@ -227,27 +240,29 @@ class Generation:
 
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
-    ) -> Iterator[tuple[int, Step]]:
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of tokens after each pass, and logits; a GPU may still compute them."""
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
             tokens = prompt[start : start + stride]
-            yield start + len(tokens), self._step(tokens, start)
+            yield start + len(tokens), self._logits(tokens, start)
 
     def decode(self, token: int, position: int, num_steps: int = 1) -> list[Step]:
         steps: list[Step] = []
         for number in range(num_steps):
-            steps.append(self._step([token], position + number))
+            steps.append(greedy(self._logits([token], position + number)))
             token = steps[-1].token
         return steps
 
-    def _step(self, tokens: Sequence[int], start: int) -> Step:
-        return greedy(self.model.logits(tokens, self.kv, self.tables, start=start))
+    def _logits(self, tokens: Sequence[int], start: int) -> Tensor:
+        return self.model.logits(tokens, self.kv, self.tables, start=start)
 
 
 def greedy(logits: Tensor) -> Step:
-    """Return the lowest of equally likely tokens."""
-    digest = blake2b(logits.numpy().astype("<f4").tobytes(), digest_size=16)
-    return Step(token=int(logits.argmax()), digest=digest.hexdigest())
+    """Return the lowest of equally likely tokens; wait for the GPU."""
+    found = logits.cpu()
+    digest = blake2b(found.numpy().astype("<f4").tobytes(), digest_size=16)
+    return Step(token=int(found.argmax()), digest=digest.hexdigest())
 
 
 def generate_alone(
@@ -256,14 +271,22 @@ def generate_alone(
     max_new_tokens: int,
     *,
     tokens_per_pass: int | None = None,
+    decoder: Transformer | None = None,
 ) -> list[Step]:
-    """``tokens_per_pass`` must be that of prefill: another order of sums can change a digest."""
+    """Return the steps of ``model``, and after the first token of ``decoder``, if given.
+
+    Devices and ``tokens_per_pass`` must be those of the engines: another order of sums can change
+    a digest.
+    """
     block_size = model.spec.groups[0].block_size
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
     table = BlockTable.of(range(num_blocks))
     tables = {group.name: table for group in model.spec.groups}
-    alone = Generation(model, PagedKV.private(model.spec, num_blocks), tables)
-    *_, (_, first) = alone.prefill(prompt, tokens_per_pass)
+    kv = PagedKV.private(model.spec, num_blocks, model.device)
+    *_, (_, logits) = Generation(model, kv, tables).prefill(prompt, tokens_per_pass)
+    first = greedy(logits)
+    decoder = decoder or model
+    alone = Generation(decoder, kv.on(decoder.device), tables)
     return [first, *alone.decode(first.token, len(prompt), max_new_tokens - 1)]
 
 
@@ -284,8 +307,8 @@ def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) ->
     """
     num_tokens, num_context = query.shape[1], k.shape[1]
     scores = query @ k.transpose(1, 2) / sqrt(query.shape[2])
-    query_positions = torch.arange(num_context - num_tokens, num_context).unsqueeze(1)
-    key_positions = torch.arange(num_context)
+    key_positions = torch.arange(num_context, device=query.device)
+    query_positions = key_positions[num_context - num_tokens :].unsqueeze(1)
     masked = key_positions > query_positions
     if window is not None:
         masked = masked | (key_positions <= query_positions - window)

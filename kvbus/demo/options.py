@@ -11,13 +11,14 @@ from msgspec import Meta, Struct, to_builtins
 from kvbus.errors import ConfigError, reason_of
 from kvbus.geometry import EngineSpec, KvLayout
 from kvbus.planning.choose import Path
-from kvbus.spec_text import EngineFields, ModelFields, read_fields
+from kvbus.spec_text import EngineFields, ModelFields, gpu_number, read_fields
 
 MAX_TP = 8  # the model has at least as many query heads
 MAX_KV_HEADS = 32
 NUM_LAYERS = 4
 HEAD_DIM = 64
 MAX_TOKENS = 4096  # prompt and output together
+CPU = "cpu"
 BUILT_IN = (
     "The KV cache of a prompt is computed once and read for every token after it.",
     "Explain to a patient friend why prefill is bound by compute and decode by memory bandwidth, "
@@ -35,17 +36,24 @@ BUILT_IN = (
 
 
 class SideFields(EngineFields, kw_only=True):
-    """``ring`` is the share of host blocks for a cache that no agent maps."""
+    """``ring`` is the share of host blocks for a cache that no agent maps.
+
+    ``device`` has cache and model.
+    """
 
     tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
     pp: Annotated[int, Meta(ge=1, le=NUM_LAYERS)] = 1
     block: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
     ring: Annotated[float, Meta(gt=0, le=1)] | None = None
+    device: str = CPU
+
+    def __post_init__(self) -> None:
+        gpu_number(self.device)
 
     def __str__(self) -> str:
         fields = to_builtins(self)
         return " ".join(
-            f"{key}={value}" for key, value in fields.items() if value not in (None, False)
+            f"{key}={value}" for key, value in fields.items() if value not in (None, False, CPU)
         )
 
 
@@ -166,6 +174,7 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     attach_path: str
     spec: EngineSpec
     layout: KvLayout
+    device: str
     num_blocks: dict[str, int]
     ring_blocks: dict[str, int] | None
     prefill_chunk: int | None

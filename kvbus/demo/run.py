@@ -14,11 +14,13 @@ import msgspec
 
 from kvbus.demo.options import DemoOptions, EngineSetup, Step, encode
 from kvbus.demo.report import DemoReport, Served
-from kvbus.errors import KVBusError, RequestRefused, leaves
+from kvbus.errors import ConfigError, KVBusError, RequestRefused, SegmentError, leaves
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.process import EngineChild, Settings, TimedFetch, agent_process, engine_process
+from kvbus.memory.cuda import check_ordinal, driver_version
 from kvbus.options import with_options
 from kvbus.output import waiting_for
+from kvbus.spec_text import gpu_number
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Deadlines of the agents. The defaults are too short on a busy machine.
@@ -44,11 +46,15 @@ def demo(options: DemoOptions) -> None:
     * `layout`: order of the axes within a block, `NHD` or `HND` (NHD); `cross_layer=true` puts
       all layers into one region
     * `block`: tokens in a block (16)
+    * `device`: `cpu`, `cuda` or `cuda:N` (cpu); the model runs where the cache is, and needs torch
+      for CUDA on a GPU
     * `ring`: a cache that no agent can map, copied through a ring of host blocks; the number is the
       ring's share of the cache, such as `0.5` (none)
 
     Exit status 0: all outputs are equal, tokens and logits, and no block leaked.
     """
+    for role, fields in options.sides.items():
+        _check_device(f"--{role}", fields.device)
     report = DemoReport(options)
     with (
         waiting_for("processes to start") as wait_for,
@@ -57,6 +63,27 @@ def demo(options: DemoOptions) -> None:
         anyio.run(Run(report, Path(folder), wait_for).until_a_signal)
     report.print()
     report.end()
+
+
+def _check_device(option: str, device: str) -> None:
+    """Raise `ConfigError` unless this machine's driver and torch have the GPU."""
+    ordinal = gpu_number(device)
+    if ordinal is None:
+        return
+    try:
+        check_ordinal(ordinal)
+    except SegmentError as error:
+        raise ConfigError(f"{option} device={device}: {error.message}") from error
+    import torch  # noqa: PLC0415 - torch is slow
+
+    name = f"{option} device={device}: torch {torch.__version__}"
+    if torch.version.cuda is None:
+        raise ConfigError(f"{name} is built without CUDA: install a build for CUDA")
+    if ordinal >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{name} for CUDA {torch.version.cuda} cannot use it: the driver is for CUDA "
+            f"{driver_version()}"
+        )
 
 
 class Run:
@@ -145,10 +172,17 @@ class Run:
     def _generate_alone(self) -> Callable[[str], list[Step]]:
         from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - torch is slow
 
-        options, model = self.options, Transformer(self.options.spec("alone"))
+        options, spec = self.options, self.options.spec("alone")
+        devices = [fields.device for fields in options.sides.values()]
+        models = {device: Transformer(spec, device=device) for device in devices}
+        model, decoder = (models[device] for device in devices)
         chunk = options.prefill_chunk
         return lambda prompt: generate_alone(
-            model, encode(prompt), options.max_new_tokens, tokens_per_pass=chunk
+            model,
+            encode(prompt),
+            options.max_new_tokens,
+            tokens_per_pass=chunk,
+            decoder=decoder,
         )
 
     def _engine(self, role: str, attach: Path) -> AbstractAsyncContextManager[EngineChild]:
@@ -164,6 +198,7 @@ class Run:
             attach_path=str(attach),
             spec=spec,
             layout=fields.parse(),
+            device=fields.device,
             num_blocks=num_blocks,
             ring_blocks=ring_blocks,
             prefill_chunk=options.prefill_chunk,

@@ -14,6 +14,7 @@ from kvbus.protocol.engine import (
     ExtendOffer,
     Fetched,
     Outcome,
+    ParkOffer,
     SealOffer,
     WithdrawOffer,
 )
@@ -38,6 +39,8 @@ class Offer(Handle):
         self.ended: Completion[Outcome] = state.ended
         self._ends = {group: end_of(table) for group, table in state.message.tables.items()}
         self._after = state.message.after
+        self._waits: Completion[Any] | None = state.made if self._after else None
+        """Done once the agent has seen all numbers."""
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -83,12 +86,22 @@ class Offer(Handle):
         self._check_stream(after)
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= {group: end_of(table) for group, table in tables.items()}
-        return self._change(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables, after))
+        return self._change(
+            lambda offer_id: ExtendOffer(offer_id, num_tokens, tables, after), after
+        )
 
     def seal(self, *, after: int = 0) -> Completion[None]:
         """Report that all tokens are ready."""
         self._check_stream(after)
-        return self._change(lambda offer_id: SealOffer(offer_id, after))
+        return self._change(lambda offer_id: SealOffer(offer_id, after), after)
+
+    def park(self) -> Completion[None]:
+        """Move the offer into the agent's memory, soon after its seal; `ended` is ``parked`` then.
+
+        It stays where it is while a reader reads it, or the pool is full. Raises ``config`` if the
+        agent has no pool; the offer goes on.
+        """
+        return self._change(ParkOffer)
 
     def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted; `ended` follows."""
@@ -105,10 +118,11 @@ class Offer(Handle):
 
         A decode agent may read immediately, and checks the seal afterwards. So send it after all
         tokens are computed, and then do not write to the blocks. Returns `ticket` if the agent
-        signs tickets or the blocks are too many.
+        signs tickets, if the blocks are too many, or while the agent waits for an ``after``.
         """
         ticket, max_blocks = self.ticket, self._state.reply.ticket_blocks
-        if not max_blocks:
+        is_ready = self._waits is None or (self._waits.done() and not self._waits.exception(0))
+        if not (max_blocks and is_ready):
             return ticket
         blocks = packed_tables(tables_of(block_ids, first_blocks), max_blocks=max_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
@@ -122,8 +136,10 @@ class Offer(Handle):
             )
         self._after = max(after, self._after)
 
-    def _change(self, make: Change) -> Completion[None]:
+    def _change(self, make: Change, after: int = 0) -> Completion[None]:
         done: Completion[None] = Completion(self._runner)
+        if after:
+            self._waits = done
         self._runner.post(partial(self._offers.change, self._state, make, done))
         return done
 

@@ -22,7 +22,7 @@ from kvbus.engine.messages import BlockIds, FetchOptions, OfferOptions, offer_me
 from kvbus.engine.offers import OfferRequest, Offers
 from kvbus.engine.rank_memory import RankMemory, Storage
 from kvbus.engine.retrying import RequestRetrier
-from kvbus.engine.sequence import Recorder
+from kvbus.engine.sequence import PageName, Recorder
 from kvbus.engine.storage import CudaStorage, SharedStorage
 from kvbus.errors import (
     ClosedError,
@@ -293,6 +293,16 @@ class Link:
         self.runner.post(partial(self._fetches.submit, state))
         return fetch
 
+    def report_blocks(self, *, free: int, low: int) -> None:
+        """Report free blocks; while they are below ``low``, a prefill agent parks offers early.
+
+        Never blocks or raises. Call it in each step: only a change is sent.
+        """
+        if self._offers.is_short is not (free < low):
+            self._offers.is_short = free < low
+            with suppress(ClosedError):
+                self.runner.post(self._offers.report_blocks)
+
     def hold(self, ticket: Mapping[str, Any]) -> None:
         """Keep the offer of this ticket or rendezvous while its request waits in a queue.
 
@@ -332,6 +342,11 @@ class Link:
         Raises `LocalError` for a link without memory, and `SegmentError` if CUDA fails.
         """
         return self._recorder.record(number, stream)
+
+    @property
+    def sequence_pages(self) -> tuple[PageName, ...]:
+        """The pages that `record` writes, for a scheduler that wants to read them."""
+        return self._recorder.names
 
     def _sessions(
         self, role: AgentRole | None, *, control: bool, logger: logging.Logger

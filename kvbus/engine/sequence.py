@@ -4,9 +4,13 @@ Number n is reached when word n % 512 of the page holds n or more. Each stream h
 """
 
 import ctypes
+import mmap
+import os
 import threading
+import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -21,11 +25,46 @@ if TYPE_CHECKING:
 _Words = ctypes.c_uint64 * NUM_SEQUENCE_WORDS
 
 
+class PageName(NamedTuple):
+    """Where a process of this machine finds a page; ``name`` tells pages of machines apart."""
+
+    pid: int
+    fd: int
+    name: str
+
+
+class PageView:
+    """A page of another process, or of this one, which this object only reads."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, SEQUENCE_BYTES, prot=mmap.PROT_READ)
+        self._words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def open(cls, page: PageName) -> Self | None:
+        """Return None if it is not on this machine, or its process has ended."""
+        path = f"/proc/{page.pid}/fd/{page.fd}"
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            found = Path(f"/proc/self/fd/{fd}").readlink()
+            return cls(fd) if str(found).startswith(f"/memfd:{page.name} ") else None
+        finally:
+            os.close(fd)
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+
 class Page:
     """The words of host memory: a write is the end of the work before it."""
 
     def __init__(self) -> None:
-        self._segment = SharedSegment(SEQUENCE_BYTES, name="kvbus-sequence")
+        name = f"kvbus-{uuid.uuid4().hex}"
+        self._segment = SharedSegment(SEQUENCE_BYTES, name=name)
+        self.name = PageName(os.getpid(), self._segment.fd, name)
         self._words = _Words.from_address(self._segment.address)
 
     @property
@@ -92,6 +131,10 @@ class Recorder:
         if ordinal not in self._pages:
             self._pages[ordinal] = Page() if ordinal is None else GpuPage(ordinal)
         return self._pages[ordinal]
+
+    @property
+    def names(self) -> tuple[PageName, ...]:
+        return tuple(page.name for page in self._pages.values())
 
     def record(self, number: int | None, stream: "Stream") -> int:
         pages = self._pages.values()

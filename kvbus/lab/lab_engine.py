@@ -73,12 +73,13 @@ class Engine:
         num_blocks: Mapping[str, int],
         ring_blocks: Mapping[str, int] | None = None,
         copy_of: "Callable[[Sequence[KvCache]], CopyBlocks] | None" = None,
+        device: str = "cpu",
         ranks: Iterable[int] | None = None,
         wait_s: float = 30.0,
         **options: Any,
     ) -> None:
         self.spec, self.layout, self.num_blocks = spec, layout, num_blocks
-        self._wait_s = wait_s
+        self.device, self._wait_s = torch.device(device), wait_s
         self.blocks = BlockPool(num_blocks, seed=spec.engine_id)
         self.ring: HostPool | None = None
         ranks = range(spec.num_ranks) if ranks is None else ranks
@@ -109,11 +110,13 @@ class Engine:
         await self._stack.aclose()
 
     def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
-        made = RankMemory.allocate(self.spec, rank, self.layout, num_blocks=self.num_blocks)
+        made = RankMemory.allocate(
+            self.spec, rank, self.layout, num_blocks=self.num_blocks, device=self.device
+        )
         return made, KvCache(self.spec, made.rank, made.tensor)
 
     def private_cache(self, rank: int) -> KvCache:
-        return private_cache(self.spec, rank, self.layout, self.num_blocks)
+        return private_cache(self.spec, rank, self.layout, self.num_blocks, self.device)
 
     @property
     def num_held(self) -> int:
@@ -231,14 +234,15 @@ class Offered:
     def ended(self) -> Completion[Outcome]:
         return self.offer.ended
 
-    async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
+    async def extend(self, num_tokens: int, block_ids: BlockIds, *, after: int = 0) -> None:
+        """The copy of a ring waits for the device itself, not for ``after``."""
         self.ready_s = time.monotonic()
         if isinstance(self.offer, HostOffer):
             given = {name: ids for name, ids in block_ids.items() if np.size(ids)}
             self.states |= {name: given[name] for name in self.states.keys() & given.keys()}
             await self.offer.save(num_tokens, {**block_ids, **self.states})
         else:
-            await self.offer.extend(num_tokens, block_ids)
+            await self.offer.extend(num_tokens, block_ids, after=after)
 
     async def seal(self) -> None:
         await self.offer.seal()
@@ -277,11 +281,15 @@ class RunningFetch:
 
 
 def private_cache(
-    spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: int | Mapping[str, int]
+    spec: EngineSpec,
+    rank: int,
+    layout: KvLayout,
+    num_blocks: int | Mapping[str, int],
+    device: torch.device,
 ) -> KvCache:
     described = lay_out_rank(spec, rank, layout, num_blocks=num_blocks)
     size_bytes = described.segments[0].size_bytes
-    return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))
+    return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8, device=device))
 
 
 def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
@@ -293,6 +301,8 @@ def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
                 if direction is Direction.SAVE:
                     ring[:, number, at] = device[ids]
                 else:
-                    device[ids] = ring[:, number, at]
+                    device[ids] = ring[:, number, at].to(device.device)
+        if device.is_cuda:
+            torch.cuda.synchronize(device.device)
 
     return copy

@@ -1,1 +1,1 @@
-"""Memory that an engine shares with its agent. Only ``cuda`` imports torch: import it by name."""
+"""Memory that an engine shares with its agent."""

@@ -21,10 +21,14 @@ class GpuSource(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes = b""
     parts: tuple[int, ...] = ()
 
+    def check_kind(self) -> None:
+        """Raises `SegmentError`."""
+        if bool(self.handle) == bool(self.parts):
+            raise SegmentError("GPU memory comes with either a handle or parts")
+
     def check(self, size_bytes: int) -> None:
         """Raise `SegmentError` for a source that no driver could open."""
-        if bool(self.handle) == bool(self.parts):
-            raise SegmentError("GPU memory has either a handle or parts")
+        self.check_kind()
         if self.parts and self.offset_bytes + size_bytes > sum(self.parts):
             raise SegmentError(
                 f"{size_bytes} bytes from byte {self.offset_bytes} on were claimed of parts of "

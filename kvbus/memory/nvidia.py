@@ -6,6 +6,11 @@ from functools import cache
 from kvbus.errors import SegmentError
 
 _LIBRARY = "libcuda.so.1"
+_NO_DEVICE = 100
+_SEE = (
+    "start it with access to the GPUs (in a container), and with a CUDA_VISIBLE_DEVICES that has "
+    "them, or none"
+)
 
 
 @cache
@@ -14,19 +19,17 @@ def nvidia_driver() -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        raise SegmentError(
-            f"this process finds no NVIDIA driver ({_LIBRARY}): in a container, start it with "
-            "access to the GPUs"
-        ) from error
+        raise SegmentError(f"this process finds no NVIDIA driver ({_LIBRARY}): {_SEE}") from error
     code = driver.cuInit(ctypes.c_uint(0))
     if code:
-        raise SegmentError(f"the NVIDIA driver does not start: CUDA error {code}", cuda_error=code)
+        reason = error_name(driver, code)
+        if code == _NO_DEVICE:
+            reason += f", as this process sees no GPU: {_SEE}"
+        raise SegmentError(f"the NVIDIA driver does not start: {reason}", cuda_error=code)
     return driver
 
 
-def check_has_gpu() -> None:
-    count = ctypes.c_int()
-    if nvidia_driver().cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
-        raise SegmentError(
-            "the NVIDIA driver shows this process no GPU: check CUDA_VISIBLE_DEVICES"
-        )
+def error_name(driver: ctypes.CDLL, code: int) -> str:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUDA error {code}"

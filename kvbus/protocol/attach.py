@@ -125,11 +125,14 @@ class MemorySocket(msgspec.Struct, frozen=True):
 
 
 class LentCuda(msgspec.Struct, frozen=True):
-    """GPU memory of a segment, as in [``cuda``](#cuda)."""
+    """GPU memory of a segment, as in [``cuda``](protocol-engine.md#cuda)."""
 
     device: GpuName
+    """UUID of the GPU."""
     offset_bytes: Offset
+    """Offset of the segment in the allocation, or in all parts."""
     handle: CudaHandle = b""
+    """`CUipcMemHandle` of the allocation; empty for memory in parts."""
     part_bytes: Size = 0
     """Size of the part whose descriptor belongs to this entry; 0 with a ``handle``, which has no
     descriptor."""

@@ -65,6 +65,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
+    PARKED = "parked"
 
 
 class AgentRanks(Redacted, frozen=True):
@@ -231,6 +232,30 @@ class SealOffer(Request[Empty], frozen=True):
     """As in ``offer``."""
 
 
+@request(
+    "park",
+    Socket.PREFILL,
+    refusals="not_registered offer_unknown config",
+)
+class ParkOffer(Request[Empty], frozen=True):
+    """[Park](#park-an-offer) the offer as soon as it is sealed, no lease on it is live, and the
+    agent's pool has room. No effect on an offer that has ended.
+    """
+
+    offer_id: OfferId
+
+
+@request("blocks", Socket.PREFILL, refusals="not_registered")
+class ReportBlocks(Request[Empty], frozen=True):
+    """Report whether the engine runs short of free blocks. While it does, the agent
+    [parks](#park-an-offer) its offers as soon as it can. Send it only when this changes, and after
+    ``register`` if it is true.
+    """
+
+    short: bool
+    """Whether the engine runs short."""
+
+
 @request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
     """End an offer now; its readers fail. No effect on an offer that has ended."""
@@ -240,13 +265,16 @@ class WithdrawOffer(Request[Empty], frozen=True):
 
 @notice("released")
 class Released(Message, frozen=True):
-    """The offer has ended, and no lease on it is live. Its blocks are the engine's again."""
+    """The offer has ended for the engine, and no lease on its blocks is live. They are the engine's
+    again.
+    """
 
     offer_id: OfferId
     request_id: Id
     """As in ``offer``."""
     outcome: Outcome
-    """``completed``, ``withdrawn`` or ``expired``."""
+    """``completed``, ``withdrawn``, ``expired``, or ``parked`` if the agent has
+    [parked](#park-an-offer) it."""
     commits: Commits = ()
 
 

@@ -62,10 +62,16 @@ TileTable = BlockTable
 """Exactly the blocks of the tile's positions, with the block ids of the offer."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
+ReadEngine = Annotated[str, msgspec.Meta(max_length=256)]
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """Ids of the uses of slots."""
+BackendName = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+"""Name of a backend of NIXL."""
+MemoryKind = Literal["DRAM", "VRAM"]
+_UCX = "UCX"
+MAX_BACKENDS = 8
 MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
 MAX_HELD = 1024
@@ -116,13 +122,19 @@ class HandshakeDone(Message, frozen=True):
     """Socket where an agent of the same machine and user gets this memory."""
     grant: Text = ""
     """With keys only: credential for ``lend``. It ties that connection to the key of this one."""
+    nixl_backend: BackendName = _UCX
+    """Backend that reads this memory: the first of ``nixl_backends`` that this agent has. The
+    ``nixl_metadata`` is for this backend only."""
+    slot_memory: Annotated[tuple[MemoryKind, ...], msgspec.Meta(max_length=2)] = ()
+    """NIXL's kinds of the memory of the staging slots for these ranks; empty if there are none, or
+    the memory is mapped."""
 
 
 @request(
     "handshake",
     Socket.PREFILL_PEER,
-    refusals=f"unsupported_version {OF_OFFER} engine_unknown engine_not_ready incompatible "
-    "geometry transfer_failed busy",
+    refusals=f"unsupported_version {OF_OFFER} offer_parked engine_unknown engine_not_ready "
+    "incompatible geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """Introduce a decode engine to a prefill engine. The decode agent sends it to each agent with
@@ -151,6 +163,11 @@ class Handshake(Request[HandshakeDone], frozen=True):
     """With ``ranks``: the ``rank_secret`` of this agent, from ``remote_ranks`` of the home."""
     machine: Text = ""
     """Boot id of the decode agent's kernel; empty if the agent cannot map memory."""
+    nixl_backends: Annotated[
+        tuple[BackendName, ...], msgspec.Meta(min_length=1, max_length=MAX_BACKENDS)
+    ] = (_UCX,)
+    """Backends of the decode agent's NIXL, the preferred one first. If the prefill agent has none
+    of them, it refuses with ``incompatible``."""
 
 
 class Granted(Message, frozen=True):
@@ -171,7 +188,7 @@ class Granted(Message, frozen=True):
     """The right to the lease."""
 
 
-@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
+@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} offer_parked busy")
 class Acquire(Request[Granted], frozen=True):
     """Acquire a lease of an offer. At most as many leases are live as ``readers`` are left. The
     same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the
@@ -186,6 +203,8 @@ class Acquire(Request[Granted], frozen=True):
     secret: OfferSecret
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
+    engine_id: ReadEngine = ""
+    """Engine whose memory the reader is going to read: that of the ticket, or the pool."""
     part: bool = False
     """Whether the reader is an agent of a decode engine other than its home. It does not count as
     one of the ``readers``. An offer has at most 1,024 of these leases."""
@@ -212,7 +231,7 @@ class Renew(Request[Granted], frozen=True):
     "commit",
     Socket.PREFILL_PEER,
     at_once=True,
-    refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
+    refusals=f"{OF_OFFER} offer_open offer_parked lease_expired busy geometry",
 )
 class Commit(Request[Empty], frozen=True):
     """Confirm the read after the last byte has landed. The bytes are valid only if the reply is
@@ -231,8 +250,8 @@ class Commit(Request[Empty], frozen=True):
     other tables. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
     """Tokens of the ticket; ``geometry`` if the offer has another number."""
-    engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Engine of the ticket; ``geometry`` if the offer has another one."""
+    engine_id: ReadEngine = ""
+    """Engine of the ticket, or the pool; ``geometry`` if the offer has another one."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
@@ -401,7 +420,7 @@ class Packed(Message, frozen=True):
     """Size of the tile."""
     slot_lease_s: Seconds
     """Seconds that the slot stays the reader's, while the lease lives; counted as ``lease_s``."""
-    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    memory: MemoryKind = "DRAM"
     """NIXL's kind of the slot's memory: ``DRAM`` of the host, or ``VRAM`` of a GPU."""
     device: Index = 0
     """NIXL's device number of the slot, in the prefill agent's data process."""
@@ -452,7 +471,11 @@ class Digests(Message, frozen=True):
     """Digest of each chosen piece, in order: 8 bytes, little-endian."""
 
 
-@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
+@request(
+    "digest",
+    Socket.PREFILL_PEER,
+    refusals=f"{OF_OFFER} offer_open offer_parked geometry transfer_failed",
+)
 class Digest(Request[Digests], frozen=True):
     """Get digests of a tile as one rank holds it now; see [Digests](#digests)."""
 
@@ -544,6 +567,10 @@ class FetchPart(Request[PartFetched], frozen=True):
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``fetch``."""
+    pool_id: ReadEngine = ""
+    """Pool that has the blocks of a parked offer; empty for the ticket's engine."""
+    pool_instance: Text = ""
+    """Instance of that pool."""
     origin: Secret | None = None
     """Name of all parts that this process of the home requests from this agent in one fetch."""
     after: SequenceNumber = 0

@@ -41,7 +41,6 @@ LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
 FETCH_TIMEOUT_S = 60.0
-"""An agent imports torch for its first tile, which takes long on a busy machine."""
 RANK_SECRET = "secret-of-ranks-elsewhere"
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
@@ -408,6 +407,8 @@ class Handoff:
     fetch: Fetch
     num_ready: int
     num_offered: int
+    outcome: Outcome = Outcome.COMPLETED
+    """How the offer is to end for its engine."""
 
     async def grow(self, num_ready: int) -> None:
         more = blocks_between(self.source.spec, self.theirs, self.num_ready, num_ready)
@@ -438,7 +439,7 @@ class Handoff:
             path=fetched.path,
             places=self.target.places,
         )
-        assert await self.offer.ended is Outcome.COMPLETED
+        assert await self.offer.ended is self.outcome
         return fetched
 
 
@@ -455,12 +456,14 @@ async def begin(
     offer: Offer | None = None,
     made: Mapping[str, Any] | None = None,
     before: Snapshot | None = None,
+    parks: bool = False,
     **more: Any,
 ) -> Handoff:
     """Fetch tokens [first_token, num_tokens) of a new ``offer``, or of a given one.
 
     It has ``offered`` tokens. With ``ready`` it is open and has these tokens; without, it is
-    sealed; ``only_tails`` of groups with windows. ``made`` are further options of the offer.
+    sealed; ``only_tails`` of groups with windows. ``made`` are further options of the offer. If it
+    ``parks``, the fetch begins when its engine has the blocks.
     """
     offered = num_tokens if offered is None else offered
     theirs, firsts = source.whole_blocks(3, offered), {}
@@ -482,9 +485,14 @@ async def begin(
         first_blocks=firsts,
         **(made or {}),
     )
+    outcome = Outcome.PARKED if parks else Outcome.COMPLETED
+    if parks:
+        await offer.park()
+        assert await offer.ended is outcome
     asked |= {"timeout_s": FETCH_TIMEOUT_S, **more}
     fetch = target.decode.fetch(offer.ticket, block_ids=ours, **asked)
-    return Handoff(source, target, theirs, ours, wanted, asked, offer, fetch, num_ready, offered)
+    parts = source, target, theirs, ours, wanted, asked, offer, fetch, num_ready, offered
+    return Handoff(*parts, outcome)
 
 
 async def hand_over(

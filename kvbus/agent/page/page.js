@@ -76,6 +76,7 @@ function drawFigures(live) {
     const use = one.pid ? `pid ${one.pid}, ${one.cpu_s.toFixed(1)} s CPU, ${size(one.memory_bytes)}` : "does not run";
     const restarts = one.num_restarts ? `, restarted ${one.num_restarts} times: ${one.last_end}` : "";
     list.push([`${one.name} process`, use + restarts]);
+    for (const [gpu, bytes] of Object.entries(one.gpu_bytes)) list.push([`${one.name} process on ${gpu}`, size(bytes)]);
   }
   at("figures").replaceChildren(...list.map(([name, value]) => figure(name, value)));
 }

@@ -8,6 +8,8 @@ Every process of the server imports this module, so it imports SGLang lazily.
 from enum import Enum
 from typing import Any
 
+from kvbus.integrations.sglang.steps import process_result, run_batch
+
 BACKEND = "kvbus"
 _WHERE = "sglang.srt.disaggregation"
 
@@ -23,6 +25,13 @@ def register() -> None:
     backends = Enum("TransferBackend", members, module=utils.__name__)  # type: ignore[misc]
     HookRegistry.register(f"{_WHERE}.utils.TransferBackend", backends, HookType.REPLACE)
     HookRegistry.register(f"{_WHERE}.utils.get_kv_class", _kv_class, HookType.AROUND)
+    prefill = f"{_WHERE}.prefill.SchedulerDisaggregationPrefillMixin"
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch", run_batch, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{prefill}.process_batch_result_disagg_prefill", process_result, HookType.AROUND
+    )
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{_WHERE}.{queue}._init_kv_manager", _begin, HookType.AROUND)
         HookRegistry.register(f"{_WHERE}.{queue}.add", note_request, HookType.AROUND)

@@ -31,6 +31,7 @@ from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.facts import PARAMS_KEY, Requests, TicketAndToken, name_of
 from kvbus.integrations.sglang.options import Options
 from kvbus.integrations.sglang.places import BootstrapServer, PlaceRequest, Places
+from kvbus.integrations.sglang.steps import ATTRIBUTE, Steps
 from kvbus.protocol.engine import AgentRole, Outcome
 
 logger = logging.getLogger("sglang.kvbus")
@@ -73,6 +74,8 @@ class Manager(CommonKVManager):
             role=role,
             logger=logger,
         ).start()
+        self.steps = Steps(self.link, self.scheduler)
+        setattr(self.scheduler, ATTRIBUTE, self.steps)
 
     def lora_name(self, lora_id: str | None) -> str:
         """Return the adapter's name: its id differs between servers."""
@@ -110,14 +113,6 @@ class Manager(CommonKVManager):
             self.places.request(bootstrap_addr)
         return True
 
-    def step_event(self) -> Any:
-        """Return an event after the launched steps, or None.
-
-        With overlap scheduling, a step may still write to pages that SGLang has freed.
-        """
-        record = getattr(getattr(self.scheduler, "forward_stream", None), "record_event", None)
-        return record() if record is not None and self.scheduler.enable_overlap else None
-
     def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
         rows = self.rows
         rows.cached_tokens[row] = 0
@@ -134,7 +129,6 @@ class Sender(CommonKVSender):
 
     kv_mgr: Manager
     conclude_state: Any
-    _early_send_wait_event: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -142,8 +136,6 @@ class Sender(CommonKVSender):
         self._facts = self.kv_mgr.requests.take(self.bootstrap_room)
         self._unsent: list[int] = []
         self._states: dict[str, list[int]] = {}
-        self._writes: list[Any] = []
-        """Events of steps that may still write to unsent pages."""
         self._has_all = self._is_sealed = self._is_given_up = False
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -174,13 +166,8 @@ class Sender(CommonKVSender):
             return
         if indices_event is not None:
             indices_event.synchronize()  # until then a stream copies the indices to the host
-        self._extend_offer()  # what was sent before has another event
         self.curr_idx += len(kv_indices)
         self._has_all = self.curr_idx == self.num_kv_indices
-        events, self._early_send_wait_event = [self._early_send_wait_event], None
-        if not self._has_all:
-            events.append(getattr(self.kv_mgr.scheduler, "launch_event", None))
-        self._writes += [event for event in events if event is not None]
         self._record_transfer_indices(kv_indices, state_indices)
         self._unsent += kv_indices.tolist()
         self._states = self.kv_mgr.states(state_indices)
@@ -190,15 +177,13 @@ class Sender(CommonKVSender):
     # are a cached prefix, before the next step is launched. With pipeline stages they are a chunk,
     # once its own step is launched.
     #
-    #   GPU        ── step that writes ─────▶ event ── next step ──▶
-    #   scheduler       send(prefix, event)                           send(the rest)
+    #   GPU        ── step 7, which writes ────▶ 7 ── step 8 ──▶ 8
+    #   scheduler       send(prefix, after 7)             send(the rest, after 8)
     #
-    # Decode may read pages as soon as they are reported, so they wait here for the event. The
-    # all-reduces of a step keep the ranks together, so the event of this rank stands for all.
+    # Decode may read pages as soon as they are reported, so the agent reports them behind the step.
     def _extend_offer(self) -> None:
-        self._writes = [event for event in self._writes if not event.query()]
         manager, pages, states = self.kv_mgr, self._unsent, self._states
-        if self._writes or self._is_sealed or not (pages or self._has_all):
+        if self._is_sealed or not (pages or self._has_all):
             return
         if manager.has_states and not self._has_all:
             return  # their blocks come with the last pages
@@ -211,13 +196,13 @@ class Sender(CommonKVSender):
         tables = {**dict.fromkeys(manager.paged, pages), **states}
         windows = states.keys() & {pools.WINDOW}
         first_blocks = {name: self.curr_idx - len(states[name]) for name in windows}
-        self._offer.extend(num_tokens, tables, first_blocks=first_blocks)
+        after = manager.steps.written
+        self._offer.extend(num_tokens, tables, first_blocks=first_blocks, after=after)
         if self._has_all:
-            self._offer.seal()
+            self._offer.seal(after=after)
 
     def poll(self) -> Any:
         if self.conclude_state is None:
-            self._extend_offer()
             self.conclude_state = self._final_state()
         if self.conclude_state is not None:
             return self.conclude_state
@@ -265,7 +250,6 @@ class Receiver(CommonKVReceiver):
         self._start_fetch: Callable[[Mapping[str, Any]], Fetch] | None = None
         self._has_metadata = False
         self._is_held = not self.kv_mgr.leads
-        self._writes: Any = None
         self._starting = RLock()
         """SGLang may abort in another thread, while `poll` starts the fetch."""
 
@@ -280,7 +264,7 @@ class Receiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        self._has_metadata, self._writes = True, self.kv_mgr.step_event()
+        self._has_metadata = True
         first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
         tables = dict.fromkeys(self.kv_mgr.paged, kv_indices.tolist())
         tables |= {pools.METADATA: rows, **self.kv_mgr.states(state_indices)}
@@ -302,6 +286,7 @@ class Receiver(CommonKVReceiver):
                 block_ids=tables,
                 timeout_s=self.kv_mgr.waiting_timeout,
                 prompt_digest=self._facts.digest if self._facts else "",
+                after=self.kv_mgr.steps.in_flight,
             )
         except KVBusError as error:
             self._fail(str(error))
@@ -323,8 +308,6 @@ class Receiver(CommonKVReceiver):
     def _fetch_soon(self) -> None:
         with self._starting:
             if self._start_fetch is None or self.conclude_state is not None:
-                return
-            if self._writes is not None and not self._writes.query():
                 return
             try:
                 ticket = self._ticket()

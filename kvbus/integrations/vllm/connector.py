@@ -120,12 +120,14 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> WorkerPlaces | None:
         if self._described is None:
             return None
-        return WorkerPlaces(
-            tuple(self._place(link) for link in self._memory_links), self._described
-        )
+        links = self._memory_links
+        pages = tuple(page for link in links for page in link.sequence_pages)
+        return WorkerPlaces(tuple(self._place(link) for link in links), self._described, pages)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """`MultiConnector` needs the results of every rank."""
+        if not get_pp_group().is_last_rank:  # with drafts, vLLM calls no `wait_for_save` there
+            self._record_step()
         results = self._results
         return KVConnectorTransferResults(
             finished_recving=set(results.received), failed_recving=set(results.failed)
@@ -172,7 +174,8 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Do nothing."""
+        """Record the step. In the last pipeline stage, vLLM calls this behind the drafts."""
+        self._record_step()
 
     def _describe_engine(self, **of_worker: Any) -> Description:
         vllm_config, kv_cache_config = self._configs
@@ -183,6 +186,11 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
             model=self._options.model_id or None,
             **of_worker,
         )
+
+    def _record_step(self) -> None:
+        number = self._results.number
+        for link in self._memory_links if number else ():
+            link.record(number)
 
     @property
     def _results(self) -> StepResults:

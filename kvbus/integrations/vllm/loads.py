@@ -30,6 +30,7 @@ from kvbus.integrations.vllm.params import (
     read_trace,
 )
 from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, KvbusStats
+from kvbus.integrations.vllm.steps import Steps
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
 
@@ -95,13 +96,14 @@ class Loads:
         link: Link,
         stats: KvbusStats,
         options: ConnectorOptions,
+        steps: Steps,
         *,
         num_left: int,
         zeroes_blocks: bool,
     ) -> None:
         self._described, self._link, self._stats, self._options = described, link, stats, options
         self._has_states = any(group.state for group in described.engine.groups)
-        self._zeroes_blocks = zeroes_blocks
+        self._zeroes_blocks, self._steps = zeroes_blocks, steps
         self._num_left = num_left
         """Last tokens of a prompt that a load leaves to compute."""
         self._readers: dict[bytes, str] = {}
@@ -317,6 +319,7 @@ class Loads:
             priority=load.priority,
             traceparent=load.traceparent,
             wanted_s=load.seen_at,
+            after=self._steps.after(self._steps.latest),  # it may write to blocks that vLLM freed
         )
 
     def _note_end(self, load: Load, fetch: Fetch) -> None:

@@ -21,6 +21,7 @@ from kvbus.integrations.vllm.params import (
     prompt_of_sequence,
 )
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, KvbusStats
+from kvbus.integrations.vllm.steps import Steps
 from kvbus.protocol.engine import Outcome
 
 if TYPE_CHECKING:
@@ -115,13 +116,14 @@ def _missing(group: GroupSpec, ids: Sequence[int], needed: str) -> GeometryError
 class RequestOffer:
     """``planned`` pairs steps with the prompt tokens computed by their end.
 
-    ``num_sent`` counts the offer's blocks by group.
+    ``computed_in`` is the last of these steps; ``num_sent`` counts the offer's blocks by group.
     """
 
     request: "Request"
     options: OfferOptions
     is_answer: bool = False
     planned: deque[tuple[int, int]] = field(default_factory=deque)
+    computed_in: int = 0
     offer: Offer = field(init=False)
     num_sent: dict[str, int] = field(init=False)
     held: "list[KVCacheBlock]" = field(default_factory=list)
@@ -137,12 +139,14 @@ class RequestOffer:
         name = agents_id(self.request_id)
         self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
 
-    # Tokens are ready when vLLM reports that their step is done. The same holds for tokens of its
-    # prefix cache: vLLM counts among them tokens that other requests compute in the same step.
+    # Tokens are ready when vLLM reports that their step is done, and its number is reached. The
+    # same holds for tokens of the prefix cache: vLLM counts among them tokens that other requests
+    # compute in the same step.
     def plan(self, step: int, num_scheduled: int) -> None:
         num_tokens, end = self.request.num_computed_tokens, self.request.num_prompt_tokens
         if num_tokens < end:
             self.planned.append((step, min(num_tokens + num_scheduled, end)))
+            self.computed_in = step
 
     def ready(self, step: int) -> int:
         num_tokens = 0
@@ -150,13 +154,13 @@ class RequestOffer:
             _, num_tokens = self.planned.popleft()
         return num_tokens
 
-    def extend(self, num_tokens: int, tables: Tables) -> None:
+    def extend(self, num_tokens: int, tables: Tables, after: int) -> None:
         sent = self.num_sent
         more = {group: ids[sent.get(group, 0) :] for group, ids in tables.block_ids.items()}
         first_blocks = {} if self.num_sent else tables.first_blocks
         self.num_sent = {group: len(ids) for group, ids in tables.block_ids.items()}
         unsent = {group: ids for group, ids in more.items() if ids}
-        self.offer.extend(num_tokens, unsent, first_blocks=first_blocks)
+        self.offer.extend(num_tokens, unsent, first_blocks=first_blocks, after=after)
 
     def withdraw(self) -> None:
         self.is_unwanted = True
@@ -178,9 +182,11 @@ class RequestOffers:
         link: Link,
         pool: "BlockPool",
         stats: KvbusStats,
+        steps: Steps,
         *,
         drains: bool,
     ) -> None:
+        self._steps = steps
         self._described, self._link, self._pool, self._stats = described, link, pool, stats
         self._drains, self._last_s = drains, 0.0
         self._lives_s: deque[float] = deque(maxlen=LIVES_KEPT)
@@ -219,7 +225,7 @@ class RequestOffers:
 
     def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
         """Return whether a worker must report the end of ``step``."""
-        for request_id, reserved in self._growing.items():
+        for request_id, reserved in self._reserved.items():
             if request_id in num_scheduled_tokens:
                 reserved.plan(step, num_scheduled_tokens[request_id])
         return bool(self._growing)
@@ -231,7 +237,7 @@ class RequestOffers:
                 continue
             try:
                 tables = tables_of(self._described, blocks_of(request_id), 0, num_tokens)
-                reserved.extend(num_tokens, tables)
+                reserved.extend(num_tokens, tables, self._steps.after(step))
             except KVBusError as error:  # if it lasts, `publish` reports it
                 logger.info(
                     "kvbus: request %s: its first %s tokens cannot be read yet: %s",
@@ -274,8 +280,10 @@ class RequestOffers:
             return None
         del self._reserved[request_id]
         self._growing.pop(request_id, None)
-        reserved.extend(num_tokens, tables)
-        offer.seal()
+        # an answer grows up to its last step
+        after = self._steps.after(reserved.computed_in or self._steps.latest)
+        reserved.extend(num_tokens, tables, after)
+        offer.seal(after=after)
         self._withdraw_other_sequences(request_id)
         self._published[offer] = reserved
         self._hold(reserved, block_ids)

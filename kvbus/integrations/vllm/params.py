@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from kvbus.engine import AgentRanks, prompt_digest
+from kvbus.engine import AgentRanks, PageName, prompt_digest
 from kvbus.errors import ConfigError, GeometryError, ProtocolError, reason_of
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import AgentRole
@@ -256,12 +256,13 @@ def _digest(path: Path, config: bytes, size_bytes: int, changed_ns: int) -> str:
 class StepResults(NamedTuple):
     """Requests with a failed load, and with a failed load that is over.
 
-    Workers report the end of ``step``, unless it is 0.
+    Workers record ``number`` behind the step. They report the end of ``step``, unless it is 0.
     """
 
     failed: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     step: int = 0
+    number: int = 0
 
 
 NOTHING = StepResults()
@@ -297,6 +298,7 @@ class WorkerPlaces(NamedTuple):
 
     places: tuple[AgentRanks, ...]
     described: Description
+    pages: tuple[PageName, ...] = ()
 
 
 def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:

@@ -42,6 +42,7 @@ from kvbus.integrations.vllm.params import (
     read_trace,
 )
 from kvbus.integrations.vllm.stats import KvbusStats
+from kvbus.integrations.vllm.steps import Steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -75,7 +76,7 @@ class SchedulerSide:
         self.takes_images, self._num_left, self._has_states = takes_images, num_left, has_states
         self._options, self._caches = options, caches
         self._kv_role, self._drains, self._describe = kv_role, drains, describe
-        self._stats, self._step = KvbusStats(), 0
+        self._stats, self._steps = KvbusStats(), Steps()
         self._control_links: list[Link] = []
 
     # Start and shutdown
@@ -101,17 +102,22 @@ class SchedulerSide:
                 path, described.engine, role=role or only, remote_ranks=remote_ranks, logger=logger
             )
             self._control_links.append(link.start())
+        if len(found) == described.engine.num_ranks:
+            self._steps.watch(page for each in found for page in each.pages)
         offering, loading = self._control_links[0], self._control_links[-1]
         self._loads = Loads(
             described,
             loading,
             self._stats,
             self._options,
+            self._steps,
             num_left=self._num_left,
             zeroes_blocks=self._caches.needs_kv_cache_zeroing,
         )
         pool = self._manager.block_pool
-        self._offers = RequestOffers(described, offering, pool, self._stats, drains=self._drains)
+        self._offers = RequestOffers(
+            described, offering, pool, self._stats, self._steps, drains=self._drains
+        )
 
     def shutdown(self) -> None:
         for link in self._control_links:
@@ -191,10 +197,11 @@ class SchedulerSide:
             self._loads.lose_blocks(request_id)
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         self._loads.note_computed(num_scheduled_tokens)
-        self._step += 1
-        is_reported = self._offers.schedule(self._step, num_scheduled_tokens)
+        number, step = self._steps.begin(), self._steps.latest
+        is_reported = self._offers.schedule(step, num_scheduled_tokens)
         failed, over = self._loads.take_failed()
-        return StepResults(failed, over, self._step if is_reported or self._loads.need_steps else 0)
+        reported = step if is_reported or self._loads.need_steps else 0
+        return StepResults(failed, over, reported, number)
 
     # A failure must reach vLLM through a worker: vLLM handles failures before it calls this.
     # Successful loads are reported here, where vLLM looks next. A worker could report them no
@@ -215,7 +222,7 @@ class SchedulerSide:
         before = self._manager.block_pool.get_num_free_blocks()
         self._poll_links()
         has_more = self._manager.block_pool.get_num_free_blocks() > before
-        return has_more or self._offers.frees_soon(self._step)
+        return has_more or self._offers.frees_soon(self._steps.latest)
 
     def has_pending_push_work(self) -> bool:
         return self._offers.need_steps

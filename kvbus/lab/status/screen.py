@@ -143,5 +143,7 @@ def _process_rows(processes: Sequence[ProcessStatus]) -> Iterator[tuple[str, str
         memory = bytes_text(one.memory_bytes)
         running = f"pid {one.pid}, {one.cpu_s:.1f} s of CPU, {memory}" if one.pid else "not running"
         yield f"{one.name} process", running
+        for gpu, num_bytes in one.gpu_bytes.items():
+            yield f"{one.name} process on {gpu}", bytes_text(num_bytes)
         if one.num_restarts:
             yield f"{one.name} restarts", f"{one.num_restarts}, last: {one.last_end}"

@@ -32,8 +32,19 @@ OnLost = Callable[[Exception], object]
 def _kernels(ordinal: int) -> dict[int, int]:
     """Load the kernels into the GPU's context; its driver compiles them for the GPU."""
     with driver.on_gpu(ordinal):
-        module = driver.load_module(KERNELS.read_bytes() + b"\0")
+        module = _load(ordinal)
         return {size: driver.find_kernel(module, f"kvbus_copy_{size}") for size in WORD_BYTES}
+
+
+def _load(ordinal: int) -> int:
+    try:
+        return driver.load_module(KERNELS.read_bytes() + b"\0")
+    except SegmentError as error:
+        raise SegmentError(
+            f"the driver, for CUDA {driver.driver_version()}, refuses the copy kernels for "
+            f"{driver.gpu_name(ordinal)}: {error.message}. They need a driver for CUDA 12.0 "
+            "(525.60) or later, and a V100 or a later GPU"
+        ) from error
 
 
 class GpuCopier:

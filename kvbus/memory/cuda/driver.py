@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvbus.errors import SegmentError
-from kvbus.memory.nvidia import nvidia_driver
+from kvbus.memory.nvidia import error_name, nvidia_driver
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _UNKNOWN = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
-NOT_IPC_CAPABLE = (1, 801)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
+INVALID_CONTEXT = 201
 POSIX_DESCRIPTOR = 1
 _ON_DEVICE, _READ_WRITE = 1, 3
 _PORTABLE_AND_MAPPED = 3
@@ -74,9 +74,7 @@ def call(name: str, *arguments: object) -> None:
 def _check(code: int, name: str) -> None:
     if not code:
         return
-    error_name = ctypes.c_char_p()
-    nvidia_driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(error_name))
-    reason = error_name.value.decode() if error_name.value else f"CUDA error {code}"
+    reason = error_name(nvidia_driver(), code)
     raise SegmentError(f"{name.partition('_')[0]}: {reason}", cuda_error=code)
 
 
@@ -240,6 +238,15 @@ def export_part(handle: int) -> int:
     return fd.value
 
 
+def create_part(size_bytes: int, ordinal: int) -> int:
+    """Allocate physical memory; ``size_bytes`` is a multiple of `part_alignment`."""
+    wanted = _AllocationProperties(1, POSIX_DESCRIPTOR, _Location(_ON_DEVICE, ordinal))
+    handle, size = ctypes.c_uint64(), ctypes.c_size_t(size_bytes)
+    properties, flags = ctypes.byref(wanted), ctypes.c_ulonglong(0)
+    call("cuMemCreate", ctypes.byref(handle), size, properties, flags)
+    return handle.value
+
+
 def import_part(fd: int) -> int:
     handle, kind = ctypes.c_uint64(), ctypes.c_int(POSIX_DESCRIPTOR)
     call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), kind)
@@ -289,6 +296,7 @@ def allow_access(address: int, size_bytes: int, ordinals: list[int]) -> None:
 def write_bytes(ordinal: int, address: int, content: bytes) -> None:
     with on_gpu(ordinal):
         call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+        synchronize(stream=0)  # CUDA may return while the last bytes are on their way
 
 
 def read_bytes(ordinal: int, address: int, size_bytes: int) -> bytes:

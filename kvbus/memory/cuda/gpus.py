@@ -43,9 +43,11 @@ def gpu_ordinal(name: str) -> int:
 
 
 def check_ordinal(ordinal: int) -> None:
+    """Raise `SegmentError` unless this process sees this GPU."""
     num_gpus = len(seen_gpus())
     if not 0 <= ordinal < num_gpus:
-        raise SegmentError(f"there is no cuda:{ordinal}: this process sees {num_gpus} GPUs")
+        number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        raise SegmentError(f"there is no cuda:{ordinal}: this process sees {number}")
 
 
 def _gpu(ordinal: int) -> Gpu:

@@ -68,7 +68,7 @@ def _open_handle(
     bases = set[int]()
     for ordinal in ordinals:
         with driver.on_gpu(ordinal):
-            base = driver.open_handle(source.handle)
+            base = _open_of_other(source.handle)
         on_close(_close_handle, ordinal, base)
         bases.add(base)
     if len(bases) > 1:
@@ -76,6 +76,19 @@ def _open_handle(
     with driver.on_gpu(ordinals[0]):
         _check_extent(source, size_bytes, base)
     return base
+
+
+def _open_of_other(handle: bytes) -> int:
+    try:
+        return driver.open_handle(handle)
+    except SegmentError as error:
+        if error.detail.get("cuda_error") != driver.INVALID_CONTEXT:
+            raise
+        raise SegmentError(
+            f"CUDA takes the handle for one of this process ({error.message}): engine and agent "
+            "have the same PID, each in a PID namespace of its own. Start both in one namespace "
+            "(docker --pid; shareProcessNamespace in a pod)"
+        ) from error
 
 
 def _close_handle(ordinal: int, base: int) -> None:

@@ -21,7 +21,7 @@ from kvbus.protocol.engine import BlocksFreed, CancelFetch, HoldOffer, StartFetc
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.tools import Cost, Fault, FetchEvent, PeerView, Predicted, Sharing, Status
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver
 from kvbus_decode.chunk import FetchResources
@@ -139,7 +139,7 @@ class DecodeService(Service):
             "draining_fetches": draining,
             "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
-            "parked": len(self.ordering),
+            "waiting_requests": len(self.ordering),
             "holds": len(self._holds),
         }
 
@@ -157,6 +157,10 @@ class DecodeService(Service):
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
         return self._peers.silent()
+
+    def faults(self) -> list[Fault]:
+        found = (source.fault for route in self.routes for source in route.sources)
+        return list(dict.fromkeys(fault for fault in found if fault))
 
     def view(self, endpoint: str) -> PeerView:
         listed = self._preconnector.view(endpoint)
@@ -219,18 +223,24 @@ class DecodeService(Service):
                 reply_to=call,
                 rendezvous=rendezvous,
                 remote_ranks=remote_ranks,
+                pool=self._leases.pool_of(ticket),
             )
         )
 
     def _part_requested(self, part: FetchPart, caller: Part) -> ev.Requested:
         engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         ticket = self._tickets.read(part.ticket)
-        route = self.routes.find(ticket, engine)
+        pool = ev.Pool(part.pool_id, part.pool_instance) if part.pool_id else None
+        route = self.routes.find(pool.holds(ticket) if pool else ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
             route.close()  # a rank of the prefill engine has restarted since
         request = convert(part, StartFetch, from_attributes=True)
+        rank_secret = part.rank_secret
         return self._requested(
-            engine, request, ticket, caller.key, reply_to=caller, rank_secret=part.rank_secret
+            *(engine, request, ticket, caller.key),
+            reply_to=caller,
+            rank_secret=rank_secret,
+            pool=pool,
         )
 
     def _requested(
@@ -264,7 +274,7 @@ class DecodeService(Service):
             commit_token=request.token or new_secret(),
             **more,
         )
-        route = self.routes.find(ticket, engine) if requested.has_ticket else None
+        route = self.routes.find(requested.source, engine) if requested.has_ticket else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
             speculative = speculative_read_of(requested, route, choice) if choice else None
@@ -304,7 +314,8 @@ class DecodeService(Service):
     # READ fails as if the peer were lost, in each attempt. So this agent checks the engine's files.
     def _end_attempt(self, command: ev.EndAttempt) -> None:
         self._leases.end(command.requested.resources)
-        self._metrics.count_retry(command.error.code)
+        if command.error.code is not ErrorCode.OFFER_PARKED:
+            self._metrics.count_retry(command.error.code)
         log_retry(command)
         self._agent.engines.find_cuts(command.requested.engine_id)
 

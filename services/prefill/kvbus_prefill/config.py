@@ -34,6 +34,13 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     is trusted as `decode`. `anybody`: all that reach the peer socket. `nobody`: none. After a
     handshake, an agent can read the engines' memory by NIXL."""
 
+    park_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    """Memory of the pool for parked offers, for each engine: the agent copies blocks there, and
+    the engine reuses them before the reader comes. 0: offers wait in the engine's blocks. Parking
+    costs a copy, and memory that only pays off where decode is slower than prefill."""
+    park_after_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.0
+    """Time that a sealed offer waits for its reader before it is parked; 0: none."""
+
     @property
     def offer_limits(self) -> OfferLimits:
         return OfferLimits(

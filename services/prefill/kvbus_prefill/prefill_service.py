@@ -1,7 +1,7 @@
 """Prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -22,12 +22,14 @@ from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
+    ParkOffer,
+    ReportBlocks,
     Republished,
     SealOffer,
     WithdrawOffer,
 )
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import Empty, Message, check_right
+from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import (
     Acquire,
     AwaitOffer,
@@ -44,7 +46,14 @@ from kvbus.protocol.peer import (
     ReportCommits,
 )
 from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
+from kvbus.protocol.tools import (
+    LeaseEvent,
+    OfferEvent,
+    OfferParked,
+    PoolStatus,
+    Sharing,
+    known_trace,
+)
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver
 from kvbus_prefill.config import PrefillConfig
@@ -53,11 +62,14 @@ from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer_reports import READINGS, OfferHistories, PrefillMetrics
+from kvbus_prefill.parking import Parking
+from kvbus_prefill.pool import check_pool_fits
 
 log = structlog.get_logger()
 
 CELLS_CHECKED_EVERY_S = 1.0
 """Longest time that blocks stay pinned after a commit whose report was lost."""
+CONNECTS_WITHIN_S = 10.0
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -77,12 +89,19 @@ class PrefillService(Service):
             ev.ReportReleased: self._report_released,
             ev.Publish: lambda event: agent.publisher.publish(event.op, event.body),
         }
+        self._parking = Parking(agent, config, self._table, driver.dispatch, self._end_pool)
+        self._driver.commands |= {
+            ev.Park: self._parking.park,
+            ev.FreePooled: self._parking.free,
+            ev.ReportParked: self._report_parked,
+        }
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self.lender = MemoryLender(agent, config, self._close_cells)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
+        check_pool_fits(self._agent, self._config.park_bytes)
         self._driver.dispatch(ev.EnginesGone())
         await self.lender.open()
         self._agent.tasks.start_soon(self._check_cells)
@@ -91,6 +110,8 @@ class PrefillService(Service):
         return {
             MakeOffer: self._open_in_order,
             **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
+            ParkOffer: self._park_in_order,
+            ReportBlocks: self._note_blocks,
             Republished: self._republished_in_order,
         }
 
@@ -112,14 +133,26 @@ class PrefillService(Service):
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         self._driver.dispatch(ev.EngineReady())
+        self._parking.on_engine_ready(engine)
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self.ordering.end_engine(engine)
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
+        self._parking.on_engine_lost(engine)
         if not any(other.ready for other in self._agent.engines.engines.values()):
             self._driver.dispatch(ev.EnginesGone())
         self.lender.end_engine(engine)
+
+    def _end_pool(self, pool: LocalEngine) -> None:
+        self._packing.end_engine(pool)
+        self.lender.end_engine(pool)
+
+    def check_memory(self) -> None:
+        self._parking.check_memory()
+
+    def pools(self) -> dict[str, PoolStatus]:
+        return self._parking.statuses()
 
     def _close_cells(self, engine: LocalEngine) -> None:
         self._driver.dispatch(ev.CellsRevoked(engine.engine_id))
@@ -146,10 +179,11 @@ class PrefillService(Service):
         slots = self._packing.slots
         return {
             "offers": self._table.num_offers,
+            "parked_offers": self._table.num_parked,
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
-            "parked": len(self.ordering),
+            "waiting_requests": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -169,7 +203,7 @@ class PrefillService(Service):
         if not self._table.is_committed(commit, call.session.key):
             check_read_from(self._agent.data, commit.nixl_agent)
         offer = self._table.live.get(commit.offer_id)
-        if offer is not None:
+        if offer is not None and offer.pooled is None:
             self._agent.engines.end_if_left(offer.engine_id)
             self._agent.engines.find_cuts(offer.engine_id)
         self._forward(commit, call)
@@ -229,9 +263,12 @@ class PrefillService(Service):
         check_compatible(memory.engine, handshake.reader)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
         maps = not socket.closed and "" != handshake.machine == socket.machine
+        backend, slot_memory = wire.UCX, tuple[wire.MemoryKind, ...]()
         if not maps:
-            metadata = await self._metadata(engine)
-            memory = engine.memory()
+            backend = _shared_backend(handshake, agent.data.backends, agent.identity.agent_id)
+            metadata = await self._metadata(engine, backend)
+            self._drive_connection(backend)
+            memory, slot_memory = engine.memory(), agent.staging.kinds_of(engine.devices)
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -253,10 +290,19 @@ class PrefillService(Service):
                 remote_ranks=engine.remote_ranks,
                 memory_socket=socket,
                 grant=self.lender.grant_for(call.session.key),
+                nixl_backend=backend,
+                slot_memory=slot_memory,
             )
         )
 
-    async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    # UCX connects without this process. LIBFABRIC blocks the reader's data process until this one
+    # accepts the connection, which takes calls of NIXL here.
+    def _drive_connection(self, backend: str) -> None:
+        if backend != wire.UCX:
+            progress = self._agent.data.drive_progress()
+            self._agent.loop.call_later(CONNECTS_WITHIN_S, progress.close)
+
+    async def _metadata(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         """Return NIXL metadata of the data process that runs when this returns."""
         data = self._agent.data
         while True:
@@ -268,7 +314,7 @@ class PrefillService(Service):
             boot = data.boot
             try:
                 await self._agent.data_plane.open()
-                blobs = await self._blobs(engine)
+                blobs = await self._blobs(engine, backend)
             except TransferFailed:
                 if data.boot == boot:
                     raise
@@ -276,7 +322,7 @@ class PrefillService(Service):
                 if data.boot == boot:
                     return blobs
 
-    async def _blobs(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    async def _blobs(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         agent = self._agent
         direct = [rank for rank in engine.ranks.values() if rank.direct]
         slots = agent.staging.of(engine.devices)
@@ -285,6 +331,7 @@ class PrefillService(Service):
         wanted = wire.Metadata(
             memories=tuple(rank.number for rank in direct),
             devices=tuple(one.device for one in slots),
+            backend=backend,
         )
         reply = await agent.data.call(wanted)
         await agent.data_plane.end_if_exposed()
@@ -302,10 +349,8 @@ class PrefillService(Service):
             return engines.engine(wanted, instance=handshake.engine_instance)
         if self._table.find(handshake.offer_id) is None:
             engines.check_published(wanted, handshake.engine_instance)
-        offer = self._table.check_reader(handshake.offer_id, handshake.secret)
-        engine = engines.engine(wanted, instance=handshake.engine_instance)
-        check_right(wanted, offer.engine_id)
-        return engine
+        self._table.check_source(handshake.offer_id, handshake.secret, wanted)
+        return engines.engine(wanted, instance=handshake.engine_instance)
 
     def _check_ahead(self) -> None:
         allowed = self._config.shake_hands_ahead  # with keys, a reader has one of role `decode`
@@ -368,6 +413,7 @@ class PrefillService(Service):
                 ticket_blocks=max_blocks if may_name else 0,
             )
         )
+        self._parking.note(ticket.offer_id)
 
     def _change(self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -378,8 +424,23 @@ class PrefillService(Service):
                     _check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
                 case SealOffer():
                     _check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
+        self._dispatch_change(message, call, engine)
+        self._parking.note(message.offer_id)
+
+    def _park_in_order(self, message: ParkOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        self._parking.check_may_park(engine)
+        park = partial(self._dispatch_change, message, call, engine)
+        self.ordering.submit(engine, message.offer_id, call, park)
+
+    def _dispatch_change(self, message: Message, call: Call, engine: LocalEngine) -> None:
         changed = ev.RequestReceived(message=message, reply_to=call, engine_id=engine.engine_id)
         self._driver.dispatch(changed)
+
+    def _note_blocks(self, report: ReportBlocks, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        self._parking.report_blocks(engine, short=report.short)
+        call.reply(Empty())
 
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Drive progress here, which connection set-up and READs need."""
@@ -394,6 +455,7 @@ class PrefillService(Service):
         self._packing.end_lease(*lease, command.code)
         self._agent.publisher.publish(f"lease.{reason}", LeaseEvent(*lease))
         token = self._tokens.pop(lease)
+        self._parking.note(command.offer_id)
         if reason == "ended":
             token.close()
             return
@@ -403,9 +465,9 @@ class PrefillService(Service):
     def _report_released(self, report: ev.ReportReleased) -> None:
         """Notify the engine before logging: it waits for its blocks."""
         released = report.released
-        engine = self._agent.engines.engines.get(report.engine_id)
-        if engine is not None:
-            engine.notify(released)
+        if not report.was_parked:
+            self._notify(report.engine_id, released)
+        self._parking.forget(released.offer_id)
         event = OfferEvent(released.offer_id, report.num_tokens, released.outcome.value)
         self._agent.publisher.publish("offer.released", event)
         sender = self._agent.sender
@@ -413,6 +475,8 @@ class PrefillService(Service):
             sender.put(self.histories.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
+        if report.was_parked:
+            self._metrics.parked.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})
         log.info(
             "offer.released",
@@ -424,16 +488,56 @@ class PrefillService(Service):
             lived_s=round(lived_s, 6),
         )
 
+    def _report_parked(self, report: ev.ReportParked) -> None:
+        released, pooled = report.released, report.pooled
+        self._notify(report.engine_id, released)
+        names = {"engine_id": pooled.engine_id, "engine_instance": pooled.engine_instance}
+        self._agent.publisher.publish("offer.parked", OfferParked(released.offer_id, **names))
+        sealed_s = self._agent.loop.time() - report.sealed_at
+        self._metrics.parked_bytes.values[()] += pooled.num_bytes
+        self._metrics.park_s.add({"": sealed_s})
+        log.info(
+            "offer.parked",
+            request_id=released.request_id,
+            offer_id=released.offer_id,
+            engine_id=report.engine_id,
+            num_bytes=pooled.num_bytes,
+            sealed_s=round(sealed_s, 6),
+        )
+
+    def _notify(self, engine_id: str, notice: Message) -> None:
+        engine = self._agent.engines.engines.get(engine_id)
+        if engine is not None:
+            engine.notify(notice)
+
     def _readings(self) -> dict[str, float]:
         return {
             **self.counts(),
             "awaited_offers": self._table.num_waiting,
+            "pool_bytes": self._parking.size_bytes,
+            "pool_used_bytes": self._parking.num_bytes,
             "held_offers": self._table.num_held,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": self._agent.data.num_progress,
             "memory_readers": self.lender.num_readers,
         }
+
+
+def _shared_backend(handshake: Handshake, ours: Sequence[str], agent_id: str) -> str:
+    """Return the first backend of the reader that is among ``ours``."""
+    shared = [name for name in handshake.nixl_backends if name in ours]
+    if not shared:
+        wanted, here = ", ".join(handshake.nixl_backends), ", ".join(ours)
+        raise LocalError(
+            f"no common NIXL backend: the decode agent '{handshake.agent_id}' has {wanted}, the "
+            f"prefill agent '{agent_id}' has {here}; give both one in nixl_backends",
+            code=ErrorCode.INCOMPATIBLE,
+            field="nixl_backends",
+            prefill=here,
+            decode=wanted,
+        )
+    return shared[0]
 
 
 def _not_ready() -> LocalError:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone
+from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone, greedy
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.spec_text import ModelFields, read_fields
 from tests.support.examples import num_examples
@@ -43,8 +43,8 @@ class Request:
         self.generation = Generation(model, self.kv, self.tables)
 
     def prefill(self, prompt: list[int] = PROMPT, tokens_per_pass: int | None = None) -> Any:
-        *_, (_, step) = self.generation.prefill(prompt, tokens_per_pass)
-        return step
+        *_, (_, logits) = self.generation.prefill(prompt, tokens_per_pass)
+        return greedy(logits)
 
     def decode(self, first: Any) -> list[Any]:
         return [first, *self.generation.decode(first.token, len(PROMPT), NUM_STEPS)]
@@ -105,3 +105,27 @@ def test_chunked_prefill_equals_whole_prefill(model: Transformer, tokens_per_pas
 
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert steps == generate_alone(model, PROMPT, 1 + NUM_STEPS, tokens_per_pass=tokens_per_pass)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_tensors_of_a_model_are_on_its_device(kind: str) -> None:
+    spec = spec_of(kind)
+    model = Transformer(spec, device="meta", hidden=64, intermediate=96, head_dim=16)
+    tables = {group.name: BlockTable.of(range(6)) for group in spec.groups}
+
+    kv = PagedKV.private(spec, 6).on(model.device)
+    logits = model.logits(PROMPT, kv, tables), model.logits([1], kv, tables, start=len(PROMPT))
+
+    assert {one.device for one in logits} == {torch.device("meta")}
+
+
+def test_the_decoder_computes_all_tokens_after_the_first(
+    model: Transformer, alone: list[Any]
+) -> None:
+    other = small(model.spec.model, seed=1)
+
+    first, *rest = generate_alone(model, PROMPT, 1 + NUM_STEPS, decoder=other)
+
+    assert first == alone[0]
+    assert all(a.digest != b.digest for a, b in zip(rest, alone[1:], strict=True))
+    assert generate_alone(model, PROMPT, 1 + NUM_STEPS, decoder=small(model.spec.model)) == alone

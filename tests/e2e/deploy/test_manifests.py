@@ -238,6 +238,18 @@ def test_agent_and_connector_read_what_the_manifests_give_them(
             assert [path for path, _ in options.agents] == [Path(config.runtime_dir, "attach.sock")]
 
 
+@pytest.mark.parametrize("overlay", [one for one in OVERLAYS if one != "base"])
+def test_containers_with_a_gpu_share_process_ids_and_no_dev_shm(overlay: str) -> None:
+    for template in pod_templates(overlay).values():
+        agent, engine = container(template, AGENT), container(template, "engine")
+        paths = [{one["mountPath"] for one in each["volumeMounts"]} for each in (agent, engine)]
+
+        assert template["spec"]["shareProcessNamespace"] is True
+        assert "nvidia.com/gpu" in engine["resources"]["limits"]
+        assert environment(overlay, agent)["NVIDIA_VISIBLE_DEVICES"] == "all"
+        assert ["/dev/shm" in some for some in paths] == [False, True]  # noqa: S108  # in a pod
+
+
 def test_keys_are_rotated_by_the_commands_of_the_page(made: dict[str, Any]) -> None:
     lines = [data["trusted"].splitlines() for data in made["kvbus-trusted"]]
     trusted = [{line.split()[0] for line in some} for some in lines]

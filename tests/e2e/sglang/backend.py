@@ -21,15 +21,6 @@ ROOMS = count(1)
 Managers = Callable[..., Any]
 
 
-class Event:
-    """What SGLang records behind a step in the GPU's stream. Nobody may wait for it."""
-
-    is_done = False
-
-    def query(self) -> bool:
-        return self.is_done
-
-
 def is_served(port: int) -> bool:
     with closing(socket.socket()) as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
@@ -108,7 +99,7 @@ def key_pages(manager: Any, role: str) -> torch.Tensor:
     return layers[:, PAGES[role]].flatten(1, 2)[:, :NUM_TOKENS]
 
 
-def write(manager: Any, value: float) -> None:
-    """What the step does that computes the request."""
+def write(manager: Any, value: float, role: str = "prefill") -> None:
+    """What the step does that computes the request, or had its pages before."""
     for buffer in manager.pool.k_buffer:
-        buffer.view(-1, PAGE, *buffer.shape[1:])[PAGES["prefill"]] = value
+        buffer.view(-1, PAGE, *buffer.shape[1:])[PAGES[role]] = value

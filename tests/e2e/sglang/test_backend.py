@@ -2,9 +2,9 @@
 
 import gc
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,15 @@ from weakref import ref
 
 import pytest
 
+from kvbus.engine import PageView
 from kvbus.errors import ConfigError
+from kvbus.integrations.sglang.steps import process_result, run_batch
 from kvbus.integrations.vllm.params import digest_of
 from tests.e2e.sglang.backend import (
     NUM_TOKENS,
     PAGE,
     ROOMS,
     ROW,
-    Event,
     Managers,
     ends,
     key_pages,
@@ -37,69 +38,94 @@ from tests.support.agents import Agents, wait_until
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
 
 
-@pytest.mark.parametrize("way", ["cached prefix", "pipeline stages"])
+BY_ORDER = pytest.mark.parametrize("in_order", [True, False])
+
+
+def launch_late(manager: Any, step: int, in_order: bool) -> Callable[[], int]:
+    """Launch a step; the result is what its GPU does at its end. Without order it has no number."""
+    manager.steps.launched = step if in_order else 0
+    return partial(manager.link.record, 512 * step)
+
+
+@BY_ORDER
 def test_no_page_is_reported_before_its_writing_step_ends(
-    managers: Managers, bootstrap: Callable[[], str], agents: Agents, way: str
+    managers: Managers, bootstrap: Callable[[], str], agents: Agents, in_order: bool
 ) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    prefill, decode, room, event = managers("prefill"), managers("decode"), next(ROOMS), Event()
+    prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
     sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
     receiver.send_metadata(pages_of("decode"), ROW, None)
     write(prefill, 1.0)
 
-    if way == "cached prefix":
-        sender._early_send_wait_event = event
-    else:
-        prefill.scheduler.launch_event = event
+    end = launch_late(prefill, 1, in_order)
     sender.send(pages_of("prefill")[:2])
-    assert num_reported(agents, prefill, room) == 0
+    assert num_reported(agents, prefill, room) == (0 if in_order else 2 * PAGE)
     sender.send(pages_of("prefill")[2:])
-    assert sender.poll() != KVPoll.Success
-    assert num_reported(agents, prefill, room) == 0
+    if not in_order:
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
+    assert (sender.poll() == KVPoll.Success) is not in_order
 
     write(prefill, 2.0)
-    event.is_done = True
+    end()
     assert ends(sender, receiver) == [KVPoll.Success] * 2
-    assert (key_pages(decode, "decode") == 2.0).all()
+    assert bool((key_pages(decode, "decode") == 2.0).all()) is in_order
 
 
+@BY_ORDER
 def test_no_page_is_fetched_while_a_step_may_write_to_it(
-    managers: Managers, bootstrap: Callable[[], str], agents: Agents
+    managers: Managers, bootstrap: Callable[[], str], agents: Agents, in_order: bool
 ) -> None:
     """SGLang frees pages, and gives them to the next request, while a step that has them runs."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    prefill, decode, room, event = managers("prefill"), managers("decode"), next(ROOMS), Event()
-    scheduler = decode.scheduler
-    scheduler.enable_overlap, stream = True, SimpleNamespace(record_event=lambda: event)
-    scheduler.forward_stream = stream
+    prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
     sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
     write(prefill, 1.0)
     sender.send(pages_of("prefill"))
 
+    end = launch_late(decode, 1, in_order)
     receiver.send_metadata(pages_of("decode"), ROW, None)
-    for _ in range(20):
+    if in_order:
+        parked = lambda: agents.all[1].status()["counts"]["waiting_requests"]  # noqa: E731 - of this test
+        wait_until(parked, "the fetch waits")
         assert receiver.poll() == KVPoll.Transferring
-        time.sleep(0.01)
-    assert agents.all[1].status()["counts"]["fetches"] == 0
+    else:
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
 
-    event.is_done = True
+    write(decode, 3.0, "decode")
+    end()
     assert ends(sender, receiver) == [KVPoll.Success] * 2
+    assert bool((key_pages(decode, "decode") == 1.0).all()) is in_order
 
 
-def test_pages_whose_step_has_ended_are_reported_at_once(
-    managers: Managers, agents: Agents
-) -> None:
-    prefill, room, event = managers("prefill"), next(ROOMS), Event()
-    sender, event.is_done = sender_of(prefill, room), True
+def test_last_pages_wait_for_their_own_step_alone(managers: Managers, agents: Agents) -> None:
+    """With overlap scheduling, the next step is launched before SGLang processes the result."""
+    prefill, room = managers("prefill"), next(ROOMS)
+    sender = sender_of(prefill, room)
+    ends_of = [launch_late(prefill, step, True) for step in (1, 2)]
+    ends_of[0]()
 
-    sender._early_send_wait_event = event
-    sender.send(pages_of("prefill")[:2])
+    def send(*_: Any) -> None:
+        sender.send(pages_of("prefill")[:2])
 
+    process_result(send, prefill.scheduler, SimpleNamespace(forward_iter=1))
     assert num_reported(agents, prefill, room) == 2 * PAGE
     sender.abort()
     ends(sender)
+
+
+def test_each_launched_batch_is_recorded(managers: Managers) -> None:
+    prefill = managers("prefill")
+    scheduler = prefill.scheduler
+    (page,) = prefill.link.sequence_pages
+    view = PageView.open(page)
+    assert view is not None
+    for step in (1, 2, 3):
+        scheduler.forward_ct = step
+        assert run_batch(lambda _, batch: batch, scheduler, "result") == "result"
+        assert view[0] == step * 512
+    assert prefill.steps.in_flight == 3 * 512
 
 
 def test_silent_bootstrap_server_delays_only_its_own_requests(

@@ -19,7 +19,8 @@ USED = {
         *("PrefillBootstrapQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
         *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "num_kv_tokens"),
         *("kv_manager", "_swa_payload", "translate_swa_indices_for_transfer"),
-        *("_early_send_wait_event", "indices_event"),
+        *("SchedulerDisaggregationPrefillMixin", "process_batch_result_disagg_prefill"),
+        "indices_event",
     ],
     "disaggregation/decode.py": [
         *("DecodePreallocQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
@@ -33,7 +34,7 @@ USED = {
         *("num_kv_indices", "aux_index", "bootstrap_room", "bootstrap_addr", "bootstrap_infos"),
         *("_record_transfer_indices", "ensure_abort_notified", "_setup_routes", "page_size"),
         *("get_parallel", "attn_dcp_size", "PrefillServerInfo", "try_ensure_parallel_info"),
-        *("prefill_info_table", "prefill_http_port", "_early_send_wait_event"),
+        *("prefill_info_table", "prefill_http_port"),
     ],
     "mem_cache/memory_pool.py": [
         *("MHATokenToKVPool", "MLATokenToKVPool", "k_buffer", "v_buffer", "kv_buffer"),
@@ -53,9 +54,9 @@ USED = {
     "managers/scheduler.py": [
         *("sliding_window_size", "server_args", "model_config", "kv_event_lora_names"),
         *("draft_worker", "spec_algorithm", "pd_rebootstrap_in_progress"),
-        *("enable_overlap", "forward_stream"),
+        *("enable_overlap", "forward_stream", "forward_ct", "forward_iter", "run_batch"),
     ],
-    "managers/scheduler_pp_mixin.py": ["launch_event"],
+    "managers/scheduler_pp_mixin.py": ["run_batch", "process_batch_result"],
     "speculative/base_spec_worker.py": ["draft_worker", "draft_runners"],
     "speculative/eagle_worker_v2.py": ["draft_runner", "model_config"],
     "arg_groups/fields/parallel.py": ["num_dp_ranks", "attn_dcp_size"],

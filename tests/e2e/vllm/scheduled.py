@@ -215,12 +215,23 @@ class Scheduled:
 
     def compute(self, step: Step) -> None:
         """A step that was scheduled, maybe with others after it."""
+        self.run(step)
+        self.hear(step)
+
+    def run(self, step: Step) -> None:
+        """What a GPU does of a step, which may be late."""
         output, ran = step
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        results = self.worker.get_transfer_results(set())
         for compute in (self._write, self._read):
             for one in ran:
                 compute(one)
+        self.worker.wait_for_save()
+
+    def hear(self, step: Step) -> None:
+        """vLLM gets the output of a step."""
+        output, ran = step
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        results = self.worker.get_transfer_results(set())
         for one in ran:
             stop = min(one.stop, one.request.num_prompt_tokens)
             self.answers[one.request.request_id].num_computed += max(0, stop - one.start)

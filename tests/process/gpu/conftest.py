@@ -1,4 +1,4 @@
-"""Agents that take memory of a GPU; every test here is skipped, and says why, where none is."""
+"""Agents with memory of a GPU, or of the fake driver's (`test_gpus_on_fake.py`); else skipped."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,32 +7,44 @@ import pytest
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.cuda import check_cuda
+from kvbus.memory import cuda
+from tests.process.gpu.fake import ON_FAKE, on_fake
 from tests.process.handoffs.shapes import ShapedAgents
 from tests.support.agents import Agents, agents_ended
 
 READERS = ("auto", "packed")
-SLOTS: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 8 * (64 << 10)}
+SLOTS: dict[str, Any] = {
+    "slot_bytes": 64 << 10,
+    "staging_bytes": 8 * (64 << 10),
+    "mapped": True,
+}
 WITHIN_S = 240.0
 """For anything that starts CUDA in a new process."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("needs_torch_cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU for this test: torch has no CUDA"))
+
+
 @pytest.fixture(autouse=True)
-def _gpu() -> None:
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        check_cuda()
+        cuda.seen_gpus()
     except SegmentError as error:
         pytest.skip(f"no GPU for this test: {error.message}")
+    if ON_FAKE:
+        on_fake(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def shared_gpu_agents() -> Iterator[Agents]:
     """A prefill agent, and a decode agent for each way of reading, ended with the session."""
     with agents_ended(Agents) as agents:
-        if torch.cuda.is_available():
-            agents.start(agents.prepare("prefill", **SLOTS))
-            for path in READERS:
-                agents.start(agents.prepare("decode", path=path, **SLOTS))
+        agents.start(agents.prepare("prefill", **SLOTS))
+        for path in READERS:
+            agents.start(agents.prepare("decode", path=path, digest="full", **SLOTS))
         yield agents
 
 

@@ -1,32 +1,68 @@
-"""Engines with KV on a GPU hand over bit for bit: to each other, and from and to shared memory.
+"""Engines with KV on GPUs hand over bit for bit: to each other, and from and to shared memory.
 
 Each agent is a process of its own, so the memory is opened by two processes beside this one.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
-from kvbus.geometry import KvLayout
+from kvbus.engine import KvCache, Link, RankMemory
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, lay_out_rank
+from kvbus.memory.cuda import GpuMemory, seen_gpus
+from tests.process.gpu.fake import tensor_at
 from tests.process.handoffs.shapes import GROUP, STATE, WINDOW, ShapedAgents, Side, two_engines
-from tests.support.engines import hand_over
+from tests.support.cuda.calls import PAGE, Cuda
+from tests.support.engines import hand_over, make_spec
 from tests.support.memories import Memory
+from tests.support.strict_links import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 HND = KvLayout.parse("HND")
 PLACES = {
-    "cuda to cuda": ("cuda:0", "cuda:0"),
-    "cuda to shared": ("cuda:0", "cpu"),
-    "shared to cuda": ("cpu", "cuda:0"),
+    "one GPU": ("cuda:0", "cuda:0"),
+    "two GPUs": ("cuda:0", "cuda:1"),
+    "GPU to host": ("cuda:0", "cpu"),
+    "host to GPU": ("cpu", "cuda:0"),
 }
+WAYS = [
+    ("auto", "one GPU"),
+    ("auto", "two GPUs"),
+    ("packed", "one GPU"),
+    ("packed", "GPU to host"),
+    ("packed", "host to GPU"),
+]
 SHAPES = {
     "equal": (Side(), Side()),
     "tp2-3": (Side(tp=2), Side(tp=3)),
     "tp1-2 NHD-HND": (Side(), Side(tp=2, memory=Memory(HND))),
     "pp2 block 48-32": (Side(pp=2, block_size=48), Side(block_size=32)),
-    "padded-apart": (Side(memory=Memory(padding=2)), Side(memory=Memory(HND, apart=True))),
 }
+APART = Side(memory=Memory(padding=2)), Side(memory=Memory(HND, apart=True))
+
+
+PARTED = GroupSpec("parted", (0,), 64, 8, 64, "float16")
+NUM_PARTED_BLOCKS = 1100
+OFFSET_BYTES = 4096
+
+
+def parted_memory(spec: EngineSpec, layout: KvLayout) -> tuple[RankMemory, torch.Tensor]:
+    """Memory of cuMemCreate, as of expandable segments: more parts than a message has."""
+    rank = lay_out_rank(spec, 0, layout, num_blocks=NUM_PARTED_BLOCKS)
+    (segment,) = rank.segments
+    driver, num_parts = Cuda(), -(-(segment.size_bytes + OFFSET_BYTES) // PAGE)
+    assert num_parts > 64
+    with driver.on(0):
+        first = driver.reserve(num_parts * PAGE)
+        for at in range(first, first + num_parts * PAGE, PAGE):
+            driver.map(at, PAGE, driver.create(PAGE))
+            driver.set_access(at, PAGE)
+    memory = GpuMemory(0, first + OFFSET_BYTES, segment.size_bytes)
+    tensor = tensor_at(memory.address, memory.size_bytes)
+    return RankMemory(rank, {segment.segment_id: memory}), tensor
 
 
 def on(side: Side, device: str) -> Side:
@@ -34,18 +70,31 @@ def on(side: Side, device: str) -> Side:
     return replace(side, memory=replace(side.memory, device=device))
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("path", ["auto", "packed"])
-async def test_every_byte_arrives(shapes: ShapedAgents, path: str, name: str, places: str) -> None:
-    sides = [on(s, device) for s, device in zip(SHAPES[name], PLACES[places], strict=True)]
-    async with two_engines(shapes, path, *sides, groups=(GROUP, WINDOW, STATE)) as pair:
+async def check(shapes: ShapedAgents, path: str, sides: Sequence[Side], places: str) -> None:
+    devices = PLACES[places]
+    if "cuda:1" in devices and len(seen_gpus()) < 2:
+        pytest.skip("no GPU for this test: it needs two")
+    prefill, decode = (on(side, device) for side, device in zip(sides, devices, strict=True))
+    is_mapped = path == "auto" and "cpu" not in devices
+    async with two_engines(shapes, path, prefill, decode, groups=(GROUP, WINDOW, STATE)) as pair:
         for num_tokens, first_token in ((71, 0), (71, 60), (13, 5), (71, 71)):
             fetched = await hand_over(
                 *pair, num_tokens, first_token=first_token, zero_tail=first_token == 60
             )
 
-            assert fetched.path in ("packed", "")
+            assert fetched.path in ("mapped" if is_mapped else "packed", "")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("path", "places"), WAYS)
+async def test_every_byte_arrives(shapes: ShapedAgents, path: str, name: str, places: str) -> None:
+    await check(shapes, path, SHAPES[name], places)
+
+
+@pytest.mark.needs_torch_cuda
+@pytest.mark.parametrize(("path", "places"), WAYS)
+async def test_tensors_of_torch_arrive(shapes: ShapedAgents, path: str, places: str) -> None:
+    await check(shapes, path, APART, places)
 
 
 async def test_an_open_offer_is_read_while_it_grows(shapes: ShapedAgents) -> None:
@@ -62,7 +111,34 @@ async def test_many_tiles_pass_few_slots_and_log_says_where_slots_are(
         await hand_over(*pair, 20_000)
 
     for agent in (shapes.prefill, shapes.decode["packed"]):
-        (placed,) = agent.logged("staging.placed")
-        assert placed["gpu"].startswith("GPU-")
+        placed = agent.logged("staging.placed")[0]
+        assert placed["gpu"].startswith(("GPU-", "MIG-"))
         assert placed["memory"] in ("VRAM", "DRAM")
-        assert max(placed["vram_bytes_per_s"], placed["pinned_bytes_per_s"]) > 0
+
+
+# A segment of 64 descriptors or more comes in several messages, to the agents and between them.
+@pytest.mark.parametrize("path", ["auto", "packed"])
+async def test_memory_that_is_mapped_in_parts_arrives(shapes: ShapedAgents, path: str) -> None:
+    spec, num_tokens = make_spec(groups=(PARTED,)), 200
+    memory = [parted_memory(spec, KvLayout.parse(name)) for name in ("NHD", "HND")]
+    caches = [KvCache(spec, one.rank, tensor) for one, tensor in memory]
+    bits(caches[0].view(0, KvPart.KEY)).random_()
+    bits(caches[0].view(0, KvPart.VALUE)).random_()
+    agents = shapes.prefill, shapes.decode[path]
+    prefill, decode = (
+        Link(agent.attach, spec, memory=one) for agent, (one, _) in zip(agents, memory, strict=True)
+    )
+    blocks = [[3, 900, 5, 1], [7, 2, 800, 4]]
+    async with prefill, decode:
+        offer = await prefill.offer("r", num_tokens=num_tokens, block_ids={"parted": blocks[0]})
+        fetch = decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids={"parted": blocks[1]})
+        fetched = await fetch.ended
+        await offer.ended
+
+    assert fetched.path == ("mapped" if path == "auto" else "packed")
+    for part in PARTED.parts:
+        sent, arrived = (
+            bits(cache.view(0, part))[ids].flatten(0, 1)[:num_tokens]
+            for cache, ids in zip(caches, blocks, strict=True)
+        )
+        assert torch.equal(sent, arrived)

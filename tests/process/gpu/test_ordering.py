@@ -1,64 +1,122 @@
 """What the agents copy comes after the GPU work that the engine recorded, and not before."""
 
-import pytest
-import torch
+from typing import Any
 
-from kvbus.engine import KvCache, Link, RankMemory
-from kvbus.geometry import GroupSpec, KvLayout, KvPart
+import anyio
+import pytest
+
+from kvbus.engine import Link, RankMemory
+from kvbus.geometry import GroupSpec, KvLayout
+from kvbus.memory.cuda import GpuAllocation, PinnedMemory
+from tests.process.gpu.fake import delay, tensor_at
 from tests.process.handoffs.shapes import ShapedAgents
+from tests.support.cuda.calls import Cuda, refused
 from tests.support.engines import make_spec
-from tests.support.strict_links import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 GROUP = GroupSpec("full", (0, 1), 16, 8, 64, "bfloat16")
-NUM_BLOCKS, NUM_TOKENS = 8, 64
-BLOCKS = {"full": [6, 1, 3, 4]}
+NUM_BLOCKS = 4
+ALL: dict[str, Any] = {"num_tokens": NUM_BLOCKS * 16, "block_ids": {"full": range(NUM_BLOCKS)}}
 NHD = KvLayout.parse("NHD")
-LONG_CYCLES = 2_000_000_000
-"""About a second of a GPU."""
+OLD, NEW = 0x11, 0x22
+SLOW_MS = 300
+NOT_READY = 600
 
 
-@pytest.mark.parametrize("turn", range(3))
-async def test_late_writes_are_sent_and_late_zeros_spare_arrivals(
-    shapes: ShapedAgents, turn: int
+class SlowEngine:
+    """An engine whose GPU is late: a stream of its own writes the whole cache in the end."""
+
+    def __init__(self) -> None:
+        self.spec = make_spec(groups=(GROUP,))
+        self.memory = RankMemory.allocate(self.spec, 0, NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
+        (storage,) = self.memory.storages.values()
+        assert isinstance(storage, GpuAllocation)
+        self._storage, self.cuda = storage, Cuda()
+        with self.cuda.on(0):
+            self.stream = self.cuda.stream().value or 0
+        self._source = PinnedMemory(storage.size_bytes, 0)
+
+    def write_late(self, byte: int) -> None:
+        self._source.bytes[:] = byte
+        size_bytes = self._storage.size_bytes
+        with self.cuda.on(0):
+            delay(self.stream, SLOW_MS)
+            places = self._storage.address, self._source.address
+            self.cuda.cuMemcpyAsync(*places, size_bytes, self.stream)
+
+    def finish(self) -> None:
+        with self.cuda.on(0):
+            self.cuda.cuStreamSynchronize(self.stream)
+
+    def content(self) -> set[int]:
+        self.finish()
+        return set(tensor_at(self._storage.address, self._storage.size_bytes).cpu().tolist())
+
+
+@pytest.mark.parametrize("path", ["auto", "packed"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_late_writes_are_sent_if_they_are_recorded(
+    shapes: ShapedAgents, path: str, is_recorded: bool
 ) -> None:
-    specs = [make_spec(groups=(GROUP,)) for _ in range(2)]
-    attach = shapes.prefill.attach, shapes.decode["auto"].attach
-    streams = [torch.cuda.Stream() for _ in specs]  # type: ignore[no-untyped-call]  # of torch
-    memories = [
-        RankMemory.allocate(spec, 0, NHD, num_blocks=NUM_BLOCKS, device="cuda:0") for spec in specs
-    ]
-    source, target = (
-        KvCache(spec, memory.rank, memory.tensor)
-        for spec, memory in zip(specs, memories, strict=True)
-    )
+    source, target = SlowEngine(), SlowEngine()
+    source.write_late(OLD)
+    source.finish()
     async with (
-        Link(attach[0], specs[0], memory=memories[0]) as prefill,
-        Link(attach[1], specs[1], memory=memories[1]) as decode,
+        Link(shapes.prefill.attach, source.spec, memory=source.memory) as prefill,
+        Link(shapes.decode[path].attach, target.spec, memory=target.memory) as decode,
     ):
-        with torch.cuda.stream(streams[0]):
-            torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
-            for layer in GROUP.layers:
-                for part in GROUP.parts:
-                    bits(source.view(layer, part)).fill_(1000 + layer + turn)
-            after = prefill.record()
-        offering = prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS, after=after)
-        with torch.cuda.stream(streams[1]):
-            torch.cuda._sleep(2 * LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
-            for layer in GROUP.layers:
-                for part in GROUP.parts:
-                    bits(target.view(layer, part)).zero_()
-            after = decode.record(stream=streams[1])
-        still_busy = not streams[0].query() and not streams[1].query()
-        offer = await offering
-        fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS, after=after)
-        await fetch.ended
-        found = {
-            layer: set(bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].flatten().tolist())
-            for layer in GROUP.layers
-        }
+        source.write_late(NEW)
+        after = prefill.record(stream=source.stream) if is_recorded else 0
+        offer = await prefill.offer("r", after=after, **ALL)
+        await decode.fetch(offer.ticket, **ALL).ended
         await offer.ended
 
-    assert still_busy, "the GPU was done too soon for this test to say anything: raise LONG_CYCLES"
-    assert found == {layer: {1000 + layer + turn} for layer in GROUP.layers}
+    assert target.content() == {NEW if is_recorded else OLD}
+
+
+@pytest.mark.parametrize("path", ["auto", "packed"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_arrivals_come_after_late_writes_that_are_recorded(
+    shapes: ShapedAgents, path: str, is_recorded: bool
+) -> None:
+    source, target = SlowEngine(), SlowEngine()
+    source.write_late(NEW)
+    source.finish()
+    async with (
+        Link(shapes.prefill.attach, source.spec, memory=source.memory) as prefill,
+        Link(shapes.decode[path].attach, target.spec, memory=target.memory) as decode,
+    ):
+        offer = await prefill.offer("r", **ALL)
+        target.write_late(OLD)
+        after = decode.record(stream=target.stream) if is_recorded else 0
+        await decode.fetch(offer.ticket, after=after, **ALL).ended
+        await offer.ended
+
+    assert target.content() == {NEW if is_recorded else OLD}
+
+
+# Each step is recorded before the one before it has ended. An offer waits for its own step alone.
+async def test_a_step_loop_that_never_idles_starves_no_offer(shapes: ShapedAgents) -> None:
+    source, target = SlowEngine(), SlowEngine()
+    async with (
+        Link(shapes.prefill.attach, source.spec, memory=source.memory) as prefill,
+        Link(shapes.decode["auto"].attach, target.spec, memory=target.memory) as decode,
+    ):
+        source.write_late(NEW)
+        first = prefill.record(stream=source.stream)
+        made = prefill.offer("r", after=first, **ALL)
+        numbers = [first]
+        while not made.made.done():
+            with source.cuda.on(0):
+                delay(source.stream, SLOW_MS)
+            numbers.append(prefill.record(stream=source.stream))
+            with source.cuda.on(0), refused(NOT_READY):  # the loop is never idle
+                source.cuda.cuStreamQuery(source.stream)
+            await anyio.sleep(SLOW_MS / 2000)
+        await decode.fetch(made.ticket, **ALL).ended
+        await made.ended
+
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) > 1
+    assert target.content() == {NEW}

@@ -13,7 +13,7 @@ import pytest
 from kvbus.engine import Link
 from kvbus.errors import ErrorCode
 from tests.process.handoffs.shapes import ShapedAgents
-from tests.support.agents import Agents
+from tests.support.agents import Agents, until
 from tests.support.engines import Engine, Handoff, begin, failure_of, pair, same, spread_engine
 
 pytestmark = pytest.mark.anyio
@@ -122,9 +122,12 @@ async def test_remote_part_waits_for_step_of_its_own_rank(
         target.links[0].record(STEP)
         handoff = await begin(source, target, 48, after=STEP if in_order else 0)
         with LateStep(lambda: zero_blocks(handoff, rank=1), target.links[1]) as late:
-            if not in_order:
+            if in_order:
+                await until(
+                    lambda: shapes.of("direct")[1].status()["counts"]["waiting_requests"] == 1
+                )
+            else:
                 await handoff.fetch.ended
-            assert handoff.fetch.ended.done() is not in_order
             late.run()
             await handoff.fetch.ended
         assert handoff.has_landed() is in_order

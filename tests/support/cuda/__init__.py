@@ -49,7 +49,7 @@ def fake_cuda_env(
     """``env`` for a process that is to see the fake driver.
 
     Kernels are CUDA C++, of which the driver runs a host build. Settings are the variables of the
-    driver without their prefix: gpus, memory, mig, nvlinks, version, faults.
+    driver without their prefix: gpus, memory, context, mig, nvlinks, version, faults.
     """
     path = [str(libraries(old_driver=old_driver)), *filter(None, [env.get("LD_LIBRARY_PATH")])]
     added = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
@@ -138,7 +138,8 @@ def _link(library: Path, *inputs: str | Path) -> None:
 @cache
 def host_build(*kernels: Path) -> Path:
     """A library with host builds of these sources, each access to memory checked."""
-    names = [name for path in kernels for name in KERNEL_NAME.findall(path.read_text())]
+    expanded = [_compile("-E", "-P", "-x", "c++", path) for path in kernels]
+    names = [name for text in expanded for name in KERNEL_NAME.findall(text)]
     lines = [f'#include "{SOURCES / "kernel_shim.h"}"']
     lines += [f'#include "{path.resolve()}"' for path in kernels]
     lines += [f"HOST_KERNEL_OF({name})" for name in names]
@@ -154,13 +155,14 @@ def host_build(*kernels: Path) -> Path:
     return _built(build, *shims, *kernels, salt=content) / "kernels.so"
 
 
-def _compile(*arguments: str | Path) -> None:
+def _compile(*arguments: str | Path) -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here")
     command = [compiler, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+    return done.stdout
 
 
 def _built(build: Callable[[Path], None], *inputs: Path, salt: str) -> Path:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.support.cuda import World, fake_cuda_env, load
+from tests.support.cuda import ROOT, World, fake_cuda_env, load
 from tests.support.cuda.calls import Cuda
 from tests.support.forked import Forked
 
@@ -83,7 +83,7 @@ def run_together(bodies: Sequence[Body], driver: str, env: dict[str, str]) -> No
     errors = [tempfile.TemporaryFile("w+") for _ in bodies]  # noqa: SIM115  # `_content` closes it
     started = [
         ForkedCase(
-            [sys.executable, "-m", __name__, driver, body.__module__, body.__name__],
+            [sys.executable, "-m", __name__, driver, _module_of(body), body.__name__],
             stdin=end,
             stderr=error,
             env=env,
@@ -100,6 +100,12 @@ def run_together(bodies: Sequence[Body], driver: str, env: dict[str, str]) -> No
     text = "\n".join(map(_content, errors))
     assert statuses[0] == 0, text
     assert all(status in (0, -signal.SIGKILL) for status in statuses[1:]), text
+
+
+def _module_of(body: Body) -> str:
+    """Its whole name, which pytest shortens to that in the outermost package."""
+    path = Path(body.__code__.co_filename).relative_to(ROOT)
+    return ".".join(path.with_suffix("").parts)
 
 
 def _content(file: IO[str]) -> str:

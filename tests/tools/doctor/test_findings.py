@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvbus.doctor import data_plane, host
-from kvbus.doctor.data_plane import LentGpuMemory, ReadSpeed
-from kvbus.memory.gpu_source import GpuSource
+from kvbus.agent.probe import MeasuredRead
+from kvbus.doctor import data_plane, gpus, host
 from tests.tools.doctor.running import check_finding
 
 MIB = 1 << 20
 REFUSED = "Operation not permitted"
-GPU = LentGpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), GpuSource("GPU-1", 0, bytes(64)), 1)
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 Finding = Any
 
@@ -33,13 +31,16 @@ def limit(
     return next(one for one in found if one.name == f"limits.{subject}")
 
 
-def ipc(read: LentGpuMemory | None, error: str) -> Finding:
-    return data_plane.ipc_finding(read, error, num_devices=1)
-
-
 def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str = "1") -> Finding:
-    error = "" if bytes_per_s else "it hung"
-    return data_plane.read_finding(ReadSpeed(way, tls, bytes_per_s, wire, error), scope)
+    return data_plane.read_finding(way, tls, measured(bytes_per_s, wire), scope)
+
+
+def measured(bytes_per_s: float, wire: str, *, is_emulated: bool = False) -> MeasuredRead:
+    return MeasuredRead(bytes_per_s, wire, is_emulated, "" if bytes_per_s else "it hung")
+
+
+def vram(bytes_per_s: float, wire: str, *, is_emulated: bool = False) -> Finding:
+    return gpus.vram_finding("rdma", measured(bytes_per_s, wire, is_emulated=is_emulated))
 
 
 OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"
@@ -55,8 +56,6 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
     (limit("locked_memory", 0, MIB, rdma=()), "limits.locked_memory", OK, "no RDMA device", ""),
     (limit("locked_memory", 0, MIB), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
     (limit("locked_memory", 0, MIB, may_lock=True), "limits.locked_memory", OK, "IPC_LOCK", ""),
-    (ipc(GPU, ""), "cuda.ipc", OK, "CUDA 13.0", ""),
-    (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
     (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
     (read("configured", 0), "nixl.read.configured", ERROR, "it hung", "env | grep ^UCX_"),
     (read("configured", 1e9, OVER_BOTH), "nixl.read.configured", WARNING, "over 52% on tcp", ""),
@@ -64,6 +63,15 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
     (read("configured", 1e9, "tcp/lo", "", "2"), "nixl.read.configured", WARNING, "1 G", "sysctl"),
     (read("tcp", 13e8, "tcp/lo", "tcp"), "nixl.read.tcp", OK, "1.3 GB/s over tcp/lo (UCX_T", ""),
     (read("tcp", 0, "", "tcp"), "nixl.read.tcp", WARNING, "fails (UCX_TLS=tcp): it hung", ""),
+    (vram(4e10, "rc_mlx5/mlx5_0:1"), "cuda.read.rdma", OK, "40 GB/s from GPU memory over rc_", ""),
+    (
+        vram(2e9, "rc/m:1", is_emulated=True),
+        "cuda.read.rdma",
+        WARNING,
+        "emulated by the CPU",
+        "env",
+    ),
+    (vram(0, ""), "cuda.read.rdma", WARNING, "fails: it hung", "env"),
     (read("rdma", 4e10, "rc_mlx5/mlx5_0:1", "ib"), "nixl.read.rdma", OK, "40 GB/s over rc_ml", ""),
 ]
 

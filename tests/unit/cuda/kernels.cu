@@ -5,7 +5,7 @@ struct Copy {
     unsigned long long num;
 };
 
-__constant__ unsigned HALF[] = {2};
+__constant__ unsigned SIZES[] = {1, 2};
 
 extern "C" __global__ void __launch_bounds__(256) test_copy(const Copy copy, const unsigned step)
 {
@@ -16,5 +16,5 @@ extern "C" __global__ void __launch_bounds__(256) test_copy(const Copy copy, con
 extern "C" __global__ void test_order(unsigned *last)
 {
     unsigned own[2] = {blockIdx.y, threadIdx.x};
-    *last = own[blockIdx.x % HALF[0]] * 1000 + gridDim.y * 100 + blockDim.x;
+    *last = own[blockIdx.x % SIZES[blockIdx.y % 2]] * 1000 + gridDim.y * 100 + blockDim.x;
 }

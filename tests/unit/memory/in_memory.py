@@ -2,21 +2,32 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbus.geometry import Tile, slot_bytes
 from kvbus.memory.copying import ByteRange, HostMover, Mover, PagedMemory
 from kvbus.planning import PlacedRank, ReadMap, RunPlan, Share, cut_into_tiles, position_bytes
 from tests.unit.planning.handoffs import Case, Side, where_elements_lie
 
-Place = Callable[[bytes], npt.NDArray[np.uint8]]
-"""Puts the bytes where they are copied from, and returns them as they are there."""
+
+class Room(Protocol):
+    """Bytes somewhere, at ``address``."""
+
+    address: int
+
+    def content(self) -> bytes: ...
 
 
-def on_host(content: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(bytearray(content), np.uint8)
+class HostRoom:
+    def __init__(self, content: bytes, *, offset_bytes: int = 0) -> None:
+        whole = np.frombuffer(bytearray(offset_bytes) + content, np.uint8)
+        self._bytes = whole[offset_bytes:]
+        self.address: int = self._bytes.ctypes.data
+
+    def content(self) -> bytes:
+        return self._bytes.tobytes()
 
 
 class InMemory:
@@ -27,17 +38,17 @@ class InMemory:
         side: Side,
         content: bytes = b"",
         *,
-        place: Place = on_host,
+        room: Callable[[bytes], Room] = HostRoom,
         mover: Mover = HostMover(),  # noqa: B008 - it has no state
     ) -> None:
-        self.side, self.mover = side, mover
-        self.bytes = place(content or side.memory)
+        self.side, self._mover = side, mover
+        self._room = room(content or side.memory)
 
     def content(self) -> bytes:
-        return self.bytes.tobytes()
+        return self._room.content()
 
     def placed(self, rank: int) -> PlacedRank:
-        placed, moved = self.side.ranks[rank], self.bytes.ctypes.data - self.side.base
+        placed, moved = self.side.ranks[rank], self._room.address - self.side.base
         return replace(placed, addresses={n: at + moved for n, at in placed.addresses.items()})
 
     def paged(self, rank: int, group: str) -> PagedMemory:
@@ -47,7 +58,7 @@ class InMemory:
             for segment in placed.rank.segments
         }
         spec, regions = placed.engine.group(group), placed.rank.regions
-        return PagedMemory(spec, regions, segments, self.mover)
+        return PagedMemory(spec, regions, segments, self._mover)
 
 
 def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
@@ -72,7 +83,7 @@ def move_through_slots(
     decode: InMemory,
     *,
     room: int = 4,
-    new_slot: Place = on_host,
+    new_slot: Callable[[bytes], Room] = HostRoom,
 ) -> None:
     """Gather each tile, and scatter it."""
     for share, tile in tiles_of(case, room=room):
@@ -80,12 +91,12 @@ def move_through_slots(
         readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
         num_bytes = slot_bytes(holder.group, tile)
         slot = new_slot(bytes(num_bytes + 5))
-        there = ByteRange(slot.ctypes.data, len(slot))
+        there = ByteRange(slot.address, num_bytes + 5)
 
         holder.gather(case.prefill.tables[tile.group], tile, there)
         for memory in readers.values():
             memory.scatter(case.decode.tables[tile.group], tile, there)
-        assert not slot[num_bytes:].any()
+        assert not any(slot.content()[num_bytes:])
 
 
 def zero_what_is_moved(case: Case, decode: InMemory) -> None:

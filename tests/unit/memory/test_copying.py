@@ -1,11 +1,11 @@
 """What goes through staging slots arrives byte for byte, or is refused before a byte moves."""
 
 import tracemalloc
+from functools import partial
 from random import Random
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,9 +23,9 @@ from kvbus.geometry import (
 )
 from kvbus.memory.copying import ByteRange, PagedMemory
 from tests.unit.memory.in_memory import (
+    HostRoom,
     InMemory,
     move_through_slots,
-    on_host,
     zero_what_is_moved,
     zeroed_by_loops,
 )
@@ -39,8 +39,7 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
 def test_gathered_slots_arrive_everywhere(case: Case, room: int, aligned_to: int) -> None:
     prefill, decode = InMemory(case.prefill), InMemory(case.decode)
 
-    def new_slot(content: bytes) -> npt.NDArray[np.uint8]:
-        return on_host(bytes(aligned_to) + content)[aligned_to:]
+    new_slot = partial(HostRoom, offset_bytes=aligned_to)
 
     move_through_slots(case, prefill, decode, room=room, new_slot=new_slot)
 

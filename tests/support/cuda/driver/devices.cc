@@ -22,6 +22,12 @@ thread_local std::vector<Context *> stack;
 
 bool has_mig() { return getenv("FAKE_CUDA_MIG"); }
 
+/* What a context takes of its GPU, by default nothing. */
+size_t context_bytes() {
+    const char *given = getenv("FAKE_CUDA_CONTEXT");
+    return given ? strtoull(given, nullptr, 10) : 0;
+}
+
 CUuuid uuid_of(int gpu, bool is_mig) {
     return {{0xfa, 0x4e, 0xc0, 0xda, 0, 0, 0x40, 0, uint8_t(is_mig ? 0x90 : 0x80), 0, 0, 0, 0, 0, 0, uint8_t(gpu)}};
 }
@@ -243,7 +249,8 @@ API cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) try {
 API cuDevicePrimaryCtxRetain(Context **context, CUdevice device) try {
     auto &made = context_of(device);
     std::lock_guard<std::mutex> locked(context_mutex);
-    made.retained++;
+    if (made.retained++ == 0 && context_bytes())
+        made.slot = enter_memory(uint64_t(getpid()) << 32 | made.gpu, context_bytes(), made.gpu);
     *context = &made;
     return SUCCESS;
 } FAILS
@@ -257,6 +264,8 @@ API cuDevicePrimaryCtxRelease_v2(CUdevice device) try {
         drop_streams(context);
         drop_memory(context);
         context.peers.clear();
+        if (context_bytes())
+            leave_memory(context.slot);
     }
     return SUCCESS;
 } FAILS

@@ -46,6 +46,7 @@ struct Stream;
 struct Context {
     int ordinal, gpu; /* as this process numbers it, and as the machine does */
     std::atomic<int> retained = 0;
+    int slot = -1; /* of the memory that it takes */
     std::atomic<CUresult> lost = SUCCESS; /* for good, once it is */
     std::set<int> peers; /* ordinals */
     std::shared_ptr<Stream> legacy;

@@ -1,8 +1,8 @@
 /* Builds CUDA C++ for the host: include this, then the kernels, and name each with HOST_KERNEL_OF.
 
    The compiler has to instrument memory accesses (-fsanitize=thread), whose calls come here: the driver
-   refuses those that a GPU could not make. Blocks run last to first, as their order is open. There is no
-   __shared__ and no __syncthreads(): each thread of a block runs to its end before the next. */
+   refuses those that a GPU could not make. Blocks run last to first, as their order is open. There are no
+   __shared__ or __device__ variables and no __syncthreads(): each thread runs to its end before the next. */
 #pragma once
 #include "kernel_abi.h"
 
@@ -99,9 +99,8 @@ template <auto KERNEL, typename... Arguments> constexpr HostKernel build_of(void
 #define HOST_KERNEL_OF(name) \
     extern "C" { extern const HostKernel SHOWN host_kernel_##name = build_of<&name>(&name); }
 
-extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end; /* this library, with its constants */
 UNINSTRUMENTED static void touch(void *at, size_t bytes, bool writes) {
-    if (KernelThread *here = kernel_thread; here && (at < &__ehdr_start || at >= &_end))
+    if (KernelThread *here = kernel_thread)
         here->checker.touch(here->checker, at, bytes, writes);
 }
 

@@ -1,12 +1,13 @@
-/* The few calls of NVML that UCX makes: GPUs with FAKE_CUDA_NVLINKS links each, by default none. */
+/* The few calls of NVML that UCX and kvbus make: GPUs with FAKE_CUDA_NVLINKS links each, by default none. */
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 
 #define NVML extern "C" __attribute__((visibility("default"))) int
 
 namespace {
-enum { DONE = 0, NOT_SUPPORTED = 3 };
+enum { DONE = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3 };
 
 struct Value {
     unsigned field, scope;
@@ -19,6 +20,10 @@ struct PciInfo {
     char legacy_id[16];
     unsigned domain, bus, device, device_id, subsystem_id;
     char id[32];
+};
+
+struct Memory {
+    unsigned long long total, free, used;
 };
 
 int from_environment(const char *name, int otherwise) {
@@ -39,6 +44,24 @@ NVML nvmlDeviceGetCount_v2(unsigned *num) {
 
 NVML nvmlDeviceGetHandleByIndex_v2(unsigned gpu, void **handle) {
     *handle = reinterpret_cast<void *>(1ul + gpu);
+    return DONE;
+}
+
+/* The last byte of a UUID is the number of its GPU. */
+NVML nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    size_t length = strlen(uuid);
+    if (length < 2)
+        return INVALID_ARGUMENT;
+    *handle = reinterpret_cast<void *>(1ul + strtoul(uuid + length - 2, nullptr, 16));
+    return DONE;
+}
+
+NVML nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    auto read = reinterpret_cast<void (*)(int, size_t *, size_t *)>(dlsym(driver, "fakeReadMemory"));
+    size_t total, used;
+    read(reinterpret_cast<unsigned long>(handle) - 1, &total, &used);
+    *memory = {total, total - used, used};
     return DONE;
 }
 
