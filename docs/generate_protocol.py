@@ -55,8 +55,10 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "agent types": (
         geometry.Tile,
         peer.EngineMemory,
+        peer.HeldOffer,
         attach.MemorySocket,
         attach.LentSegment,
+        attach.LentCuda,
         attach.LentCuda,
     ),
     "tool types": (
@@ -64,6 +66,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         tools.PeerView,
         tools.Fault,
         tools.ProcessStatus,
+        tools.PoolStatus,
         tools.Span,
         tools.OtherAgent,
     ),

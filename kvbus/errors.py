@@ -103,6 +103,9 @@ class ErrorCode(StrEnum):
     until it is sealed."""
     OFFER_SEALED = "offer_sealed"
     """The offer is sealed and cannot change. Do: make a new offer."""
+    OFFER_PARKED = "offer_parked"
+    """The offer is in a pool of its agent; ``engine_id`` and ``engine_instance`` of the detail name
+    the pool. Do: read it from there, under the same ticket."""
     OFFER_WITHDRAWN = "offer_withdrawn"
     """The offer was withdrawn. Do: nothing."""
     OFFER_EXPIRED = "offer_expired"

@@ -40,6 +40,10 @@ enum {
 /* offer_id, [after] -> nothing */
 #define KVBUS_OP_SEAL "seal"
 /* offer_id -> nothing */
+#define KVBUS_OP_PARK "park"
+/* short -> nothing */
+#define KVBUS_OP_BLOCKS "blocks"
+/* offer_id -> nothing */
 #define KVBUS_OP_WITHDRAW "withdraw"
 /* [ended] -> nothing */
 #define KVBUS_OP_REPUBLISHED "republished"
@@ -51,6 +55,8 @@ enum {
    -> fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
    [whole_blocks], [num_tokens], [attempts] */
 #define KVBUS_OP_FETCH "fetch"
+/* ticket -> nothing */
+#define KVBUS_OP_HOLD "hold"
 /* fetch_id, [release_offer] -> nothing */
 #define KVBUS_OP_CANCEL "cancel"
 
@@ -123,6 +129,8 @@ enum {
 #define KVBUS_CODE_OFFER_OPEN "offer_open"
 /* The offer is sealed and cannot change. */
 #define KVBUS_CODE_OFFER_SEALED "offer_sealed"
+/* The offer is in a pool of its agent; `engine_id` and `engine_instance` of the detail name the pool. */
+#define KVBUS_CODE_OFFER_PARKED "offer_parked"
 /* The offer was withdrawn. */
 #define KVBUS_CODE_OFFER_WITHDRAWN "offer_withdrawn"
 /* The offer was not read in time. */

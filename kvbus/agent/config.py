@@ -135,7 +135,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Largest post of one transfer, and largest step of a copy from mapped memory."""
     max_handoffs: Bound = 4096
-    """Most offers, or fetches, at a time, draining ones included; more are `busy`."""
+    """Most offers, or fetches, or holds, at a time, draining fetches included; more are `busy`."""
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads that gather tiles from blocks, scatter them into blocks, and copy mapped memory."""
 

@@ -68,8 +68,10 @@ class EngineDirectory:
         is_young: Callable[[], bool],
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
+        self.pools: dict[str, LocalEngine] = {}
+        """Memory of this agent that readers read as an engine's."""
         self.users: list[EngineUser] = []
-        self._new_segments = partial(Segments, data, staging, bus_errors)
+        self.new_segments = partial(Segments, data, staging, bus_errors)
         self._tasks, self._lifeline = tasks, lifeline
         self._is_young = is_young
         self._identity, self._server, self._publisher = identity, server, publisher
@@ -182,8 +184,11 @@ class EngineDirectory:
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         return engine
 
+    def find(self, engine_id: str) -> LocalEngine | None:
+        return self.engines.get(engine_id) or self.pools.get(engine_id)
+
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
-        engine = self.engines.get(engine_id)
+        engine = self.find(engine_id)
         is_other = engine is not None and engine.instance not in ("", instance)
         if instance is not None and (is_other or instance in self._ended):
             raise LocalError(
@@ -211,11 +216,12 @@ class EngineDirectory:
                 raise
 
     def _known(self, engine_id: str) -> LocalEngine:
-        if engine_id not in self.engines:
+        engine = self.find(engine_id)
+        if engine is None:
             is_awaited = self._is_young()
             code = ErrorCode.ENGINE_NOT_READY if is_awaited else ErrorCode.ENGINE_UNKNOWN
             raise _not_here(engine_id, code)
-        return self.engines[engine_id]
+        return engine
 
     def register(self, wanted: Register, call: Call) -> None:
         process = self.process_of(call)
@@ -252,7 +258,7 @@ class EngineDirectory:
         if self._server.sessions.has_ended(hello.boot):
             raise LocalError("this boot id was ended here: take a new one", code=ErrorCode.STALE)
         check_protocol(hello.min_protocol, hello.max_protocol)
-        segments = self._new_segments(on_cut=partial(self._see_cut, connection))
+        segments = self.new_segments(on_cut=partial(self._see_cut, connection))
         process = EngineProcess(hello.engine_id, hello.boot, connection, segments)
         self._by_connection[connection] = self._by_boot[hello.boot] = process
         log.info("engine.attached", engine_id=hello.engine_id, pid=connection.peer.pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -52,10 +53,14 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
-    """The agent of its control process is its home; ``remote_ranks`` have ranks elsewhere."""
+    """The agent of its control process is its home; ``remote_ranks`` have ranks elsewhere.
+
+    A pool is memory of the agent itself, without a process.
+    """
 
     spec: EngineSpec
     control: EngineProcess | None = None
+    is_pool: bool = False
     remote_ranks: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RegisteredRank] = field(default_factory=dict)
     memory_id: str = ""
@@ -79,8 +84,13 @@ class LocalEngine:
         return self.spec.engine_id
 
     @property
+    def is_home(self) -> bool:
+        """Whether its offers are made at this agent."""
+        return self.control is not None or self.is_pool
+
+    @property
     def is_whole(self) -> bool:
-        return self.control is not None and not self.num_missing_ranks and not self.lost
+        return self.is_home and not self.num_missing_ranks and not self.lost
 
     @property
     def ready(self) -> bool:
@@ -150,6 +160,14 @@ class LocalEngine:
     def notify(self, notice: Message) -> None:
         if not self.lost and self.control is not None:
             self.control.notify(notice)
+
+    @classmethod
+    def new_pool(cls, spec: EngineSpec, ranks: Iterable[RegisteredRank]) -> LocalEngine:
+        pool = cls(spec, is_pool=True, instance=uuid.uuid4().hex)
+        pool._rank_secrets.append(new_secret())
+        for memory in ranks:
+            pool.add_rank(memory, None, pool.instance)
+        return pool
 
     def take_control(self, process: EngineProcess, wanted: Register) -> None:
         self._check_remote_ranks(wanted.remote_ranks)

@@ -297,6 +297,7 @@ class Runtime:
             if status.num_restarts:
                 agent.tasks.start_soon(agent.staging.check)
                 agent.engines.check_memory()
+                self.service.check_memory()
             if agent.data.is_open:
                 agent.tasks.start_soon(agent.data_plane.check_until_done)
         elif not agent.data.is_closing:

@@ -148,7 +148,10 @@ class Segments:
         fds.clear()
         return Empty()
 
-    async def register(self, engine: EngineSpec, rank: RankSpec) -> RegisteredRank:
+    async def register(
+        self, engine: EngineSpec, rank: RankSpec, *, readers: tuple[str, ...] = ()
+    ) -> RegisteredRank:
+        """Have the data process map a rank; GPUs of ``readers`` copy into its host memory."""
         if self._is_discarded:
             raise _ended()
         self._check_passed(rank)
@@ -160,6 +163,7 @@ class Segments:
             rank=rank,
             segments=tuple(_part(name, self.passed[name]) for name in names),
             direct=self.direct,
+            readers=readers,
         )
         remove, fds = wire.RemoveMemory(memory=number), self.fds_of(names)
         defined = Defined(add, remove, fds=fds)

@@ -23,7 +23,7 @@ from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
-from kvbus.protocol.tools import Cost, Fault, PeerView, Predicted, Sharing
+from kvbus.protocol.tools import Cost, Fault, PeerView, PoolStatus, Predicted, Sharing
 from kvbus.table.events import DrainStarted
 from kvbus.table.table import Driver, Table
 
@@ -103,6 +103,13 @@ class Service(EngineUser):
     def view(self, endpoint: str) -> PeerView:
         """Return the view of another agent, without its identity."""
         return PeerView()
+
+    def pools(self) -> dict[str, PoolStatus]:
+        """Return the pools of parked offers, by the engine id that readers use."""
+        return {}
+
+    def check_memory(self) -> None:
+        """Check that a restarted data process has mapped this agent's own memory."""
 
     def cost(self, request: Cost) -> Predicted:
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)

@@ -88,6 +88,7 @@ class StatusReporter:
             echo=request.echo,
             view=view,
             processes=agent.processes.processes(),
+            pools=service.pools(),
         )
 
     def trace(self, request: Trace) -> Traced:

@@ -18,7 +18,7 @@ from kvbus.errors import LocalError, ProtocolError, SegmentError, TransferFailed
 from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import ByteRange, HostMover, PagedMemory
-from kvbus.memory.cuda import CudaMapping, GpuCopier, gpu_ordinal
+from kvbus.memory.cuda import CudaMapping, GpuCopier, gpu_ordinal, pin_for
 from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping, do_all
 from kvbus.memory.memory_limits import check_mappings
 from kvbus.planning import Extents, PlacedRank
@@ -54,6 +54,9 @@ class LocalMemory:
     direct: bool
     device: str = HOST
     mover: HostMover | GpuCopier = field(default_factory=HostMover)
+    gpu_copier: GpuCopier | None = None
+    """Copies into this memory; None for copies by this process."""
+    unpins: Sequence[Callable[[], object]] = ()
     gone: str = ""
     """Reason why some bytes are not the engine's own."""
     registrations: dict[str, Registration] = field(default_factory=dict)
@@ -106,12 +109,12 @@ class LocalMemory:
     #     close     when no job names it and NIXL does not know it: frees the addresses
     def discard(self) -> None:
         """Call it in a thread."""
-        do_all(mapping.discard for mapping in self.mappings.values())
+        do_all([*self.unpins, *(mapping.discard for mapping in self.mappings.values())])
 
     def close(self) -> None:
         """Call it in a thread. Raises the first `KVBusError` at the end."""
         self._paged.clear()
-        do_all(mapping.close for mapping in self.mappings.values())
+        do_all([*self.unpins, *(mapping.close for mapping in self.mappings.values())])
 
 
 class GpuCopiers:
@@ -174,13 +177,23 @@ def _memory_of(
 ) -> LocalMemory:
     sources = [segment.cuda for segment in added.segments if segment.cuda is not None]
     if not sources:
-        return LocalMemory(added.engine, added.rank, mappings, added.direct)
+        memory = LocalMemory(added.engine, added.rank, mappings, added.direct)
+        return _pinned(memory, copiers.of(added.readers[0])) if added.readers else memory
     devices = {source.device for source in sources}
     if len(sources) < len(mappings) or len(devices) > 1:
         raise LocalError("a rank has all of its memory on one device")
     (device,) = devices
     mover = copiers.of(added.readers[0] if added.readers else device)
-    return LocalMemory(added.engine, added.rank, mappings, False, device, mover)
+    return LocalMemory(added.engine, added.rank, mappings, False, device, mover, mover)
+
+
+def _pinned(memory: LocalMemory, copier: GpuCopier) -> LocalMemory:
+    memory.gpu_copier = copier
+    memory.unpins = [
+        pin_for(one, one.address, one.size_bytes, ordinal=copier.ordinal)
+        for one in memory.mappings.values()
+    ]
+    return memory
 
 
 def _open_gpu_memory(segment: SegmentPart, fds: list[int], readers: Sequence[str]) -> CudaMapping:

@@ -74,7 +74,8 @@ class AddMemory(DataRequest, frozen=True):
     """Reply: `MemoryAdded`.
 
     ``borrowed`` memory is mapped read-only. ``direct`` memory is registered with NIXL. GPU memory
-    is for copies by the GPUs of ``readers``, by default its own.
+    is for copies by the GPUs of ``readers``, by default its own. Host memory with ``readers`` is
+    pinned, and the first of them copies into it.
     """
 
     memory: int

@@ -7,8 +7,9 @@ from math import lcm
 from msgspec import structs
 
 from kvbus.data.memories import LocalMemory, RemoteMemory
-from kvbus.data.messages import HOST, AddPlan
+from kvbus.data.messages import AddPlan
 from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.memory.cuda import GpuCopier
 from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import Extents, PlacedRank, RunPlan, Runs, Span, Spans, StagedPlan, Tables
 from kvbus.planning import staged_plans as plan_staged
@@ -34,18 +35,16 @@ class PreparedPlan:
 
     @property
     def is_on_host(self) -> bool:
-        return all(memory.device == HOST for memory in self.targets)
+        return all(memory.gpu_copier is None for memory in self.targets)
 
     def copy(self, runs: Runs) -> None:
-        """Copy runs of this plan, by the processor that has their targets."""
-        movers = {memory.device: memory.mover for memory in self.targets}
-        if self.is_on_host:
-            copy_runs(runs)
-        elif len(movers) == 1:
-            movers.popitem()[1].copy(runs)
-        else:
-            for memory in self.targets:
-                memory.mover.copy(runs.with_targets_in(memory.extents))
+        """Copy runs of this plan, each by the processor for its target."""
+        copiers = {memory.gpu_copier for memory in self.targets}
+        if len(copiers) == 1:
+            _copy(runs, copiers.pop())
+            return
+        for memory in self.targets:
+            _copy(runs.with_targets_in(memory.extents), memory.gpu_copier)
 
     def num_runs(self, spans: Spans) -> int:
         try:
@@ -84,6 +83,13 @@ class PreparedPlan:
             message = f"no staged plan {index} of {len(self.staged)}"
             raise LocalError(message, code=ErrorCode.INTERNAL)
         return self.staged[index]
+
+
+def _copy(runs: Runs, copier: GpuCopier | None) -> None:
+    if copier is None:
+        copy_runs(runs)
+    else:
+        copier.copy(runs)
 
 
 def _lacking(error: Exception) -> GeometryError:

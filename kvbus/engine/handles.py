@@ -14,6 +14,7 @@ from kvbus.protocol.engine import (
     ExtendOffer,
     Fetched,
     Outcome,
+    ParkOffer,
     SealOffer,
     WithdrawOffer,
 )
@@ -93,6 +94,14 @@ class Offer(Handle):
         """Report that all tokens are ready."""
         self._check_stream(after)
         return self._change(lambda offer_id: SealOffer(offer_id, after), after)
+
+    def park(self) -> Completion[None]:
+        """Move the offer into the agent's memory, soon after its seal; `ended` is ``parked`` then.
+
+        It stays where it is while a reader reads it, or the pool is full. Raises ``config`` if the
+        agent has no pool; the offer goes on.
+        """
+        return self._change(ParkOffer)
 
     def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted; `ended` follows."""

@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,9 @@ from kvbus.protocol.engine import (
     MakeOffer,
     OfferMade,
     Outcome,
+    ParkOffer,
     Released,
+    ReportBlocks,
     SealOffer,
     WithdrawOffer,
 )
@@ -73,12 +76,17 @@ class OfferRequest(PendingRequest[MakeOffer]):
         self._has_waited = False
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
-        self.is_away = self.is_withdrawn = False
+        self.is_away = self.was_away = self.is_withdrawn = self.is_park_wanted = False
 
     @property
     def offer_id(self) -> str:
         """Empty before the offer is made."""
         return self.reply.offer_id
+
+    @property
+    def is_parked(self) -> bool:
+        ended = self.ended
+        return ended.done() and ended.exception() is None and ended.result() is Outcome.PARKED
 
     @property
     def is_refused(self) -> bool:
@@ -101,6 +109,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
         The first time, the offer waits at least ``agent_wait_s`` for the next agent.
         """
         self.connection, self.is_away = None, bool(self.offer_id)
+        self.was_away |= self.is_away
         if not self._has_waited:
             self._has_waited = True
             self.expires_at = max(self.expires_at, time.monotonic() + agent_wait_s)
@@ -237,6 +246,8 @@ class Offers(RequestRetrier[OfferRequest]):
         self._expiries: dict[OfferRequest, asyncio.TimerHandle] = {}
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
+        self.is_short = False
+        """Whether the engine runs short of blocks."""
         self._cells = None if cells is None else CellNames(cells.swap)
 
     @property
@@ -264,6 +275,13 @@ class Offers(RequestRetrier[OfferRequest]):
         for offer in list(self._offers.values()):
             self._publish_again(offer, connection)
         super().opened(connection)
+        if self.is_short:
+            self.report_blocks()
+
+    def report_blocks(self) -> None:
+        if self.connection is not None:
+            with suppress(KVBusError):  # the next agent gets it again
+                self.connection.send(ReportBlocks(self.is_short), lambda _: None)
 
     def submit(self, one: OfferRequest) -> None:
         if self._cells is not None:
@@ -277,8 +295,11 @@ class Offers(RequestRetrier[OfferRequest]):
         message = make(offer.offer_id)
         is_end = isinstance(message, WithdrawOffer)
         offer.is_withdrawn |= is_end
-        if is_end and offer.ended.done():
+        offer.is_park_wanted |= isinstance(message, ParkOffer)
+        if offer.ended.done() and isinstance(message, WithdrawOffer | ParkOffer):
             done.settle(None)
+            if is_end and offer.is_parked and offer.connection is self.connection:
+                self._end_parked(message)
         elif offer.connection is not None:
             offer.add(message)
             on_reply = partial(self._on_changed, offer, message, done)
@@ -294,8 +315,14 @@ class Offers(RequestRetrier[OfferRequest]):
             self._end(offer, Outcome.WITHDRAWN)
             done.settle(None)
         else:
-            offer.add(message)
+            offer.add(message)  # `_begin` repeats a wish to park
             offer.unanswered.append(done)
+
+    def _end_parked(self, message: Request[Empty]) -> None:
+        """End a parked offer, which no reader will read; its time to live ends it otherwise."""
+        if self.connection is not None:
+            with suppress(KVBusError):
+                self.connection.send(message, lambda _: None)
 
     def _on_changed(
         self,
@@ -316,6 +343,8 @@ class Offers(RequestRetrier[OfferRequest]):
                 done.settle(None)  # it ends with the connection
             else:
                 offer.unanswered.append(done)
+        elif isinstance(message, ParkOffer):
+            done.settle(reply)
         else:
             done.settle(reply)
             if offer.error is None:
@@ -388,6 +417,8 @@ class Offers(RequestRetrier[OfferRequest]):
         offer.begin(connection, made)
         if not has_ended and offer.error is not None:
             self.change(offer, WithdrawOffer, Completion())
+        elif not has_ended and offer.was_away and offer.is_park_wanted:
+            self.change(offer, ParkOffer, Completion())
 
     def _publish_again(self, offer: OfferRequest, connection: Connection) -> None:
         if (expiry := self._expiries.pop(offer, None)) is not None:

@@ -10,6 +10,7 @@ from kvbus.geometry.layouts import (
     slot_region,
     staged_regions,
 )
+from kvbus.geometry.resizing import ResizedRanks, Space, resize_ranks
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
@@ -41,7 +42,9 @@ __all__ = [
     "KvPart",
     "RankSpec",
     "Region",
+    "ResizedRanks",
     "Segment",
+    "Space",
     "StatePart",
     "Tile",
     "check_axes",
@@ -53,6 +56,7 @@ __all__ = [
     "held_layers",
     "lay_out_rank",
     "num_blocks_for",
+    "resize_ranks",
     "slot_bytes",
     "slot_region",
     "staged_regions",

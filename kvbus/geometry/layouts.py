@@ -142,13 +142,36 @@ def staged_regions(
         block = Tile(
             group.name, layers, parts, held.first_head, held.num_heads, 0, group.block_size
         )
-        order = sorted(AxisName, key=one.stride_bytes, reverse=True)
         yield (
             region := _packed_region(
-                group, block, tuple(order), num_blocks=num_blocks, offset_bytes=end
+                group, block, order_of(one), num_blocks=num_blocks, offset_bytes=end
             )
         )
         end += region.axes[0].size * region.axes[0].stride_bytes
+
+
+def order_of(region: Region) -> tuple[AxisName, ...]:
+    """Return all axes, outermost first; the only block is outermost."""
+    names = sorted(AxisName, key=region.stride_bytes, reverse=True)
+    if region.size(AxisName.BLOCK) == 1:
+        names.sort(key=lambda name: name is not AxisName.BLOCK)
+    return tuple(names)
+
+
+def packed_like(
+    group: GroupSpec, region: Region, *, num_blocks: int, segment_id: str, offset_bytes: int
+) -> Region:
+    """Return the region without gaps, with its axes in the same order."""
+    heads = region.first_head, region.num_heads
+    block = Tile(group.name, region.layers, region.parts, *heads, 0, group.block_size)
+    return _packed_region(
+        group,
+        block,
+        order_of(region),
+        num_blocks=num_blocks,
+        segment_id=segment_id,
+        offset_bytes=offset_bytes,
+    )
 
 
 def slot_bytes(group: GroupSpec, tile: Tile) -> int:

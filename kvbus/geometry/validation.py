@@ -1,7 +1,7 @@
 """Validation of specs; each `GeometryError` names the field."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby, product
 from operator import attrgetter
 from typing import NamedTuple
@@ -214,6 +214,14 @@ def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
             apart = _by("region.group", cluster) if _share_a_cell(cluster) else [cluster]
             for together in apart:
                 _refuse_interleaved(together)
+
+
+def cells_of(spec: EngineSpec, rank: RankSpec) -> Iterator[list[Region]]:
+    """Yield regions together whose blocks of one id lie in one cell, and all others alone."""
+    for in_segment in _by("region.segment_id", [_span(spec, one) for one in rank.regions]):
+        for cluster in _touching(in_segment):
+            regions = [span.region for span in cluster]
+            yield from [regions] if _share_a_cell(cluster) else ([one] for one in regions)
 
 
 def _share_a_cell(spans: list[_Span]) -> bool:

@@ -40,7 +40,7 @@ class SharedSegment(MappedFile):
     ) -> None:
         if size_bytes <= 0:
             raise SegmentError(f"a segment of {size_bytes} bytes makes no sense")
-        self._fd = _create_file(name, size_bytes, huge_pages=huge_pages)
+        self._fd = new_memory_file(name, size_bytes, huge_pages=huge_pages)
         try:
             status = os.fstat(self._fd)
             super().__init__(self._fd, status.st_size)
@@ -77,7 +77,11 @@ class SharedSegment(MappedFile):
 #                      So no process can shrink or grow the file, or remove the seals.
 #
 # The kernel counts reserved huge pages separately, and fallocate refuses them without the killer.
-def _create_file(name: str, size_bytes: int, *, huge_pages: HugePages) -> int:
+def new_memory_file(name: str, size_bytes: int, *, huge_pages: HugePages) -> int:
+    """Return the descriptor of a sealed memory file of zeros. Blocks for 0.3 s a GiB or more.
+
+    Raises `SegmentError`.
+    """
     if huge_pages is True:
         try:
             return _reserve_file(name, size_bytes, os.MFD_HUGETLB)

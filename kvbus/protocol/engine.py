@@ -65,6 +65,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
+    PARKED = "parked"
 
 
 class AgentRanks(Redacted, frozen=True):
@@ -231,6 +232,30 @@ class SealOffer(Request[Empty], frozen=True):
     """As in ``offer``."""
 
 
+@request(
+    "park",
+    Socket.PREFILL,
+    refusals="not_registered offer_unknown config",
+)
+class ParkOffer(Request[Empty], frozen=True):
+    """[Park](#park-an-offer) the offer as soon as it is sealed, no lease on it is live, and the
+    agent's pool has room. No effect on an offer that has ended.
+    """
+
+    offer_id: OfferId
+
+
+@request("blocks", Socket.PREFILL, refusals="not_registered")
+class ReportBlocks(Request[Empty], frozen=True):
+    """Report whether the engine runs short of free blocks. While it does, the agent
+    [parks](#park-an-offer) its offers as soon as it can. Send it only when this changes, and after
+    ``register`` if it is true.
+    """
+
+    short: bool
+    """Whether the engine runs short."""
+
+
 @request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
     """End an offer now; its readers fail. No effect on an offer that has ended."""
@@ -240,13 +265,16 @@ class WithdrawOffer(Request[Empty], frozen=True):
 
 @notice("released")
 class Released(Message, frozen=True):
-    """The offer has ended, and no lease on it is live. Its blocks are the engine's again."""
+    """The offer has ended for the engine, and no lease on its blocks is live. They are the engine's
+    again.
+    """
 
     offer_id: OfferId
     request_id: Id
     """As in ``offer``."""
     outcome: Outcome
-    """``completed``, ``withdrawn`` or ``expired``."""
+    """``completed``, ``withdrawn``, ``expired``, or ``parked`` if the agent has
+    [parked](#park-an-offer) it."""
     commits: Commits = ()
 
 
@@ -397,6 +425,27 @@ class StartFetch(Request[Fetched], frozen=True):
     after: SequenceNumber = 0
     """Number of the last GPU work that may use the blocks: until it has ended, the agent delays
     this request, and a ``cancel`` of the fetch."""
+
+
+@request(
+    "hold",
+    Socket.DECODE,
+    at_once=True,
+    refusals="not_registered forbidden offer_completed offer_expired unsupported_version busy",
+)
+class HoldOffer(Request[Empty], frozen=True):
+    """Keep the offer of a request that waits in the engine's queue, so that its ``ttl_s`` does not
+    end it. The agent renews all held offers of a prefill agent with one request. A hold ends with
+    the first fetch of this ticket, after the prefill agent's ``max_hold_s``, or when the engine
+    detaches or is lost. A hold of an offer that has ended has no effect.
+
+    To release the offer instead, fetch no tokens of it. After ``busy``, wait until another hold has
+    ended. If engines hold more offers than the agent may have, the engine with the most loses its
+    newest hold.
+    """
+
+    ticket: dict[str, Any]
+    """As in ``fetch``."""
 
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")

@@ -28,6 +28,7 @@ from kvbus.protocol.message import (
     Priority,
     Protocol,
     RankSecret,
+    Redacted,
     Request,
     Role,
     Seconds,
@@ -61,6 +62,7 @@ TileTable = BlockTable
 """Exactly the blocks of the tile's positions, with the block ids of the offer."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
+ReadEngine = Annotated[str, msgspec.Meta(max_length=256)]
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
@@ -72,6 +74,8 @@ _UCX = "UCX"
 MAX_BACKENDS = 8
 MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
+MAX_HELD = 1024
+"""Offers in one message: to renew them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
 """Digests in one request; they take 1 MiB."""
 OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -129,8 +133,8 @@ class HandshakeDone(Message, frozen=True):
 @request(
     "handshake",
     Socket.PREFILL_PEER,
-    refusals=f"unsupported_version {OF_OFFER} engine_unknown engine_not_ready incompatible "
-    "geometry transfer_failed busy",
+    refusals=f"unsupported_version {OF_OFFER} offer_parked engine_unknown engine_not_ready "
+    "incompatible geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """Introduce a decode engine to a prefill engine. The decode agent sends it to each agent with
@@ -184,7 +188,7 @@ class Granted(Message, frozen=True):
     """The right to the lease."""
 
 
-@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
+@request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} offer_parked busy")
 class Acquire(Request[Granted], frozen=True):
     """Acquire a lease of an offer. At most as many leases are live as ``readers`` are left. The
     same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the
@@ -199,6 +203,8 @@ class Acquire(Request[Granted], frozen=True):
     secret: OfferSecret
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
+    engine_id: ReadEngine = ""
+    """Engine whose memory the reader is going to read: that of the ticket, or the pool."""
     part: bool = False
     """Whether the reader is an agent of a decode engine other than its home. It does not count as
     one of the ``readers``. An offer has at most 1,024 of these leases."""
@@ -225,7 +231,7 @@ class Renew(Request[Granted], frozen=True):
     "commit",
     Socket.PREFILL_PEER,
     at_once=True,
-    refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
+    refusals=f"{OF_OFFER} offer_open offer_parked lease_expired busy geometry",
 )
 class Commit(Request[Empty], frozen=True):
     """Confirm the read after the last byte has landed. The bytes are valid only if the reply is
@@ -244,8 +250,8 @@ class Commit(Request[Empty], frozen=True):
     other tables. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
     """Tokens of the ticket; ``geometry`` if the offer has another number."""
-    engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Engine of the ticket; ``geometry`` if the offer has another one."""
+    engine_id: ReadEngine = ""
+    """Engine of the ticket, or the pool; ``geometry`` if the offer has another one."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
@@ -301,6 +307,39 @@ class CommitQuery(Request[CommitAnswer], frozen=True):
     """The prefill engine, from the ticket; empty for a rendezvous."""
     engine_instance: Text = ""
     """Its instance, from the ticket; empty for a rendezvous."""
+
+
+class HeldOffer(Redacted, frozen=True):
+    """An offer that a decode engine holds, as a request in its queue needs it."""
+
+    secret: Secret
+    """Secret of the ticket, or ``transfer_id`` of the rendezvous."""
+    offer_id: Text = ""
+    """Id of the offer; empty for a rendezvous."""
+
+
+class OffersKept(Message, frozen=True):
+    keep_s: Seconds
+    """Seconds from now for which the agent keeps the offers. Repeat the request earlier."""
+    over: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    """Positions in ``offers`` of those that the agent does not keep: they have ended, are unknown,
+    have another ``secret``, or were held for ``max_hold_s``."""
+
+
+@request("keep_offers", Socket.PREFILL_PEER, at_once=True)
+class KeepOffers(Request[OffersKept], frozen=True):
+    """Keep offers whose readers wait in the queue of a decode engine. The agent adds no time to an
+    offer that has more left, and keeps it for ``max_hold_s`` after the first of these requests, at
+    most. It keeps the offer of a rendezvous from the moment at which the engine makes it.
+
+    Any process of the prefill agent answers, so there is no ``agent_boot``. An agent that waits for
+    its engines to publish their offers again does not count unknown offers as ``over``.
+    """
+
+    offers: Annotated[tuple[HeldOffer, ...], msgspec.Meta(max_length=MAX_HELD)]
+    """Offers to keep."""
+    keep_s: Seconds
+    """Seconds wanted; the agent may grant fewer."""
 
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
@@ -432,7 +471,11 @@ class Digests(Message, frozen=True):
     """Digest of each chosen piece, in order: 8 bytes, little-endian."""
 
 
-@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
+@request(
+    "digest",
+    Socket.PREFILL_PEER,
+    refusals=f"{OF_OFFER} offer_open offer_parked geometry transfer_failed",
+)
 class Digest(Request[Digests], frozen=True):
     """Get digests of a tile as one rank holds it now; see [Digests](#digests)."""
 
@@ -524,6 +567,10 @@ class FetchPart(Request[PartFetched], frozen=True):
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``fetch``."""
+    pool_id: ReadEngine = ""
+    """Pool that has the blocks of a parked offer; empty for the ticket's engine."""
+    pool_instance: Text = ""
+    """Instance of that pool."""
     origin: Secret | None = None
     """Name of all parts that this process of the home requests from this agent in one fetch."""
     after: SequenceNumber = 0

@@ -102,6 +102,23 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     are there. GPUs of unknown use are absent."""
 
 
+class PoolStatus(msgspec.Struct, frozen=True):
+    """Memory of a prefill agent for parked offers of one engine."""
+
+    engine_id: Text
+    """Id of the engine."""
+    engine_instance: Text = ""
+    """Instance of the pool, for a handshake."""
+    size_bytes: Size = 0
+    """Size of the pool."""
+    used_bytes: Size = 0
+    """Bytes of the blocks in use."""
+    num_offers: Size = 0
+    """Number of parked offers."""
+    is_attached: bool = True
+    """Whether the engine is here: parked offers outlive it."""
+
+
 class AgentStatus(Message, frozen=True):
     agent_id: AgentId
     role: AgentRole
@@ -134,6 +151,8 @@ class AgentStatus(Message, frozen=True):
     """Current problems, if requested. Only for the senders that get ``data_endpoints``."""
     processes: tuple[ProcessStatus, ...] = ()
     """Processes of the agent. Only for the senders that get ``data_endpoints``."""
+    pools: dict[str, PoolStatus] = msgspec.field(default_factory=dict)
+    """Pools of parked offers, by the ``engine_id`` that their readers use."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, allowed_roles=Role)
@@ -328,6 +347,17 @@ class OfferEvent(Message, frozen=True):
     """As in ``released``; empty while the offer lives."""
 
 
+@event("offer.parked")
+class OfferParked(Message, frozen=True):
+    """An offer was parked: its blocks are in a pool of the agent now."""
+
+    offer_id: OfferId
+    engine_id: EngineId
+    """Id of the pool, for ``handshake`` and ``acquire``."""
+    engine_instance: Text
+    """Instance of the pool."""
+
+
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
     """A lease was granted, was revoked by a withdrawal or a new acquire, has expired, or was ended
@@ -351,7 +381,7 @@ class FetchEvent(Message, frozen=True):
 
 @event("engine.ready", "engine.lost")
 class EngineEvent(Message, frozen=True):
-    """An engine is ready for use, or was lost."""
+    """An engine is ready for use, or was lost. Pools of parked offers are engines here, too."""
 
     engine_id: EngineId
     engine_instance: Text = ""

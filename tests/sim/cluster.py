@@ -209,7 +209,8 @@ class Cluster:
         for agent in self.agents.values():
             held = {"starting": 1}
             if agent.has_started:
-                held = {**agent.service.counts(), **_data_counts(agent)}
+                pooled = sum(one.used_bytes for one in agent.service.pools().values())
+                held = {**agent.service.counts(), **_data_counts(agent), "pooled": pooled}
             if any(held.values()):
                 left.append(f"{agent.name} holds {held}")
         return left
@@ -224,6 +225,9 @@ class Cluster:
 
     # Requests.
 
+    def park(self, handoff: Handoff) -> None:
+        self._on((P, handoff.plan.prefill), PrefillEngine.park, handoff)
+
     def _begin(self, handoff: Handoff) -> None:
         plan = handoff.plan
         if plan.meets:
@@ -237,6 +241,8 @@ class Cluster:
         if plan.withdraw_after_s is not None:
             what = (P, plan.prefill), PrefillEngine.withdraw, handoff
             self.world.after(plan.withdraw_after_s, self._on, *what)
+        if plan.park_after_s is not None:
+            self.world.after(plan.park_after_s, self.park, handoff)
         if not plan.meets:
             self._fetch_later(handoff, ticket)
 
@@ -246,6 +252,8 @@ class Cluster:
             self.ledger.skip_fetch(handoff)
         else:
             self.world.after(after_s, self._fetch, handoff, ticket)
+        if handoff.plan.is_held and (after_s is None or after_s > 0):
+            self._on((D, handoff.plan.decode), DecodeEngine.hold, handoff, ticket)
 
     def _fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         place, after_s = (D, handoff.plan.decode), handoff.plan.cancel_after_s

@@ -410,6 +410,10 @@ class PrefillEngine(SimEngine):
         if handoff.offer is not None:
             handoff.offer.withdraw()
 
+    def park(self, handoff: Handoff) -> None:
+        if handoff.offer is not None:
+            handoff.offer.park()
+
     def see(self, notice: wire.Notice) -> None:
         if self._connection is not None:
             self._connection.events.on_notice(notice)
@@ -471,6 +475,11 @@ class DecodeEngine(SimEngine):
             self._attached.remove(attach)
         if not self._attached:
             self._hang_up()
+
+    def hold(self, _: Handoff, ticket: dict[str, Any]) -> None:
+        """The agent may be lost: then nothing holds the offer."""
+        if self.is_ready:
+            self._send(wire.HoldOffer(ticket), lambda _: None)
 
     def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan

@@ -50,6 +50,8 @@ class Plan:
     """Between two pieces of an offer that grows."""
     fetch_after_s: float | None = 0.0
     """After the offer; None for no fetch."""
+    is_held: bool = False
+    """Whether the decode engine holds it until the fetch, or for as long as it is allowed to."""
     meets: bool = False
     """Whether it is fetched by a rendezvous, perhaps before the offer."""
     timeout_s: float = 20.0
@@ -59,6 +61,8 @@ class Plan:
     withdraw_after_s: float | None = None
     cancel_after_s: float | None = None
     gives_up_offer: bool = False
+    park_after_s: float | None = None
+    """When its engine requests that it is parked; None for never."""
     transfer_id: str | None = None
 
 
@@ -197,7 +201,8 @@ class Ledger:
         if now < ends_at - SPARE_S:
             self.fail(handoff, f"failed {ends_at - now:.1f} s before its deadline, not repeated")
         began_at = max(self.quiet_since(), handoff.sealed_at, handoff.requested_at)
-        if not handoff.released and now - began_at > QUIET_S:
+        is_held = not handoff.released or handoff.outcome is Outcome.PARKED
+        if is_held and now - began_at > QUIET_S:
             self.fail(handoff, f"failed though nothing went wrong for {now - began_at:.1f} s")
 
     def freed(self, handoff: Handoff) -> None:
@@ -210,7 +215,7 @@ class Ledger:
         self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self.history(handoff)}")
 
     def _may_be_read(self, handoff: Handoff) -> bool:
-        return handoff.lost_agent or handoff.outcome in (None, Outcome.COMPLETED)
+        return handoff.lost_agent or handoff.outcome in (None, Outcome.COMPLETED, Outcome.PARKED)
 
     def _close_if_over(self, handoff: Handoff) -> None:
         if handoff.released and handoff.is_ended and handoff.is_freed:

@@ -33,6 +33,7 @@ class Sort:
     gap_s: float = 0.01
     meets: float = 0.0
     withdrawn: float = 0.0
+    parked: float = 0.0
     cancelled: float = 0.0
     unread: float = 0.0
     hits: float = 0.0
@@ -56,6 +57,11 @@ def cells(**settings: Any) -> Settings:
     """Agents of one machine, which commit offers by their cells."""
     mapped = {"mapped": True}
     return quick(mapped, mapped, pairs=2, **settings)
+
+
+def pools(*, park_bytes: int = 16 << 10, park_after_s: float = 3600.0, **settings: Any) -> Settings:
+    """Prefill agents with a pool of about half an engine's cache."""
+    return quick({"park_bytes": park_bytes, "park_after_s": park_after_s}, **settings)
 
 
 RESTLESS: dict[str, Any] = {
@@ -110,6 +116,11 @@ SORTS: dict[str, Sort] = {
         kinds=(*DATA, FaultKind.LEAVE, FaultKind.CRASH_ENGINE),
         request_every_s=0.01,
         **RESTLESS,
+    ),
+    "parked": Sort(
+        settings=pools(park_after_s=0.002, pairs=2, thread_s=1e-3, dies=1e-4),
+        fault_every_s=0.7,
+        **{**RESTLESS, "grows": 0.5, "parked": 0.3, "withdrawn": 0.1},
     ),
     "frozen": Sort(
         settings=quick(pairs=2, delay_s=1e-3, part_s=20e-3),
@@ -185,4 +196,5 @@ def plan(sort: Sort, luck: Luck, number: int) -> Plan:
         withdraw_after_s=luck.delay_s(0.01) if luck.chance(sort.withdrawn) else None,
         cancel_after_s=luck.delay_s(0.01) if luck.chance(sort.cancelled) else None,
         gives_up_offer=luck.chance(0.5),
+        park_after_s=luck.delay_s(0.005) if luck.chance(sort.parked) else None,
     )

@@ -407,6 +407,8 @@ class Handoff:
     fetch: Fetch
     num_ready: int
     num_offered: int
+    outcome: Outcome = Outcome.COMPLETED
+    """How the offer is to end for its engine."""
 
     async def grow(self, num_ready: int) -> None:
         more = blocks_between(self.source.spec, self.theirs, self.num_ready, num_ready)
@@ -437,7 +439,7 @@ class Handoff:
             path=fetched.path,
             places=self.target.places,
         )
-        assert await self.offer.ended is Outcome.COMPLETED
+        assert await self.offer.ended is self.outcome
         return fetched
 
 
@@ -454,12 +456,14 @@ async def begin(
     offer: Offer | None = None,
     made: Mapping[str, Any] | None = None,
     before: Snapshot | None = None,
+    parks: bool = False,
     **more: Any,
 ) -> Handoff:
     """Fetch tokens [first_token, num_tokens) of a new ``offer``, or of a given one.
 
     It has ``offered`` tokens. With ``ready`` it is open and has these tokens; without, it is
-    sealed; ``only_tails`` of groups with windows. ``made`` are further options of the offer.
+    sealed; ``only_tails`` of groups with windows. ``made`` are further options of the offer. If it
+    ``parks``, the fetch begins when its engine has the blocks.
     """
     offered = num_tokens if offered is None else offered
     theirs, firsts = source.whole_blocks(3, offered), {}
@@ -481,9 +485,14 @@ async def begin(
         first_blocks=firsts,
         **(made or {}),
     )
+    outcome = Outcome.PARKED if parks else Outcome.COMPLETED
+    if parks:
+        await offer.park()
+        assert await offer.ended is outcome
     asked |= {"timeout_s": FETCH_TIMEOUT_S, **more}
     fetch = target.decode.fetch(offer.ticket, block_ids=ours, **asked)
-    return Handoff(source, target, theirs, ours, wanted, asked, offer, fetch, num_ready, offered)
+    parts = source, target, theirs, ours, wanted, asked, offer, fetch, num_ready, offered
+    return Handoff(*parts, outcome)
 
 
 async def hand_over(

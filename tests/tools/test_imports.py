@@ -72,7 +72,7 @@ PUBLIC = """
 kvbus kvbus.bus kvbus.cli kvbus.clocks kvbus.console kvbus.errors kvbus.fair kvbus.geometry
 kvbus.planning kvbus.protocol kvbus.spawn kvbus.spec_text kvbus.text
 kvbus.agent.access kvbus.agent.config kvbus.agent.data_plane kvbus.agent.local_engine
-kvbus.agent.runtime kvbus.agent.service
+kvbus.agent.probe kvbus.agent.runtime kvbus.agent.service
 kvbus.data.channel kvbus.data.child kvbus.data.client kvbus.data.loop kvbus.data.messages
 kvbus.data.nixl kvbus.data.server
 kvbus.engine kvbus.engine.bounce kvbus.engine.offers kvbus.engine.rank_memory

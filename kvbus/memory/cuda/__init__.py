@@ -15,3 +15,4 @@ from kvbus.memory.cuda.mapping import CudaMapping as CudaMapping
 from kvbus.memory.cuda.nvml import taken_bytes as taken_bytes
 from kvbus.memory.cuda.slots import PinnedMemory as PinnedMemory
 from kvbus.memory.cuda.slots import VramMemory as VramMemory
+from kvbus.memory.cuda.slots import pin_for as pin_for

@@ -1,10 +1,25 @@
 """Memory of this process that GPUs copy to and from. Raises `SegmentError`."""
 
 import weakref
+from collections.abc import Callable
 
 from kvbus.errors import SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.host_memory import HostMemory
+
+
+def pin_for(owner: object, address: int, size_bytes: int, *, ordinal: int) -> Callable[[], object]:
+    """Give all GPUs of this process access to host memory while ``owner`` lives.
+
+    Return a function that unpins it earlier. Raises `SegmentError`.
+    """
+    with driver.on_gpu(ordinal):
+        found = driver.pin(address, size_bytes)
+    unpin = weakref.finalize(owner, _unpin, ordinal, address)
+    unpin.atexit = False
+    if found != address:
+        raise SegmentError(f"GPU {ordinal} has another address for pinned host memory")
+    return unpin
 
 
 class PinnedMemory(HostMemory):
@@ -12,11 +27,7 @@ class PinnedMemory(HostMemory):
 
     def __init__(self, size_bytes: int, ordinal: int) -> None:
         super().__init__(size_bytes)
-        with driver.on_gpu(ordinal):
-            found = driver.pin(self.address, size_bytes)
-        weakref.finalize(self, _unpin, ordinal, self.address).atexit = False
-        if found != self.address:
-            raise SegmentError(f"GPU {ordinal} has another address for pinned host memory")
+        pin_for(self, self.address, size_bytes, ordinal=ordinal)
 
 
 class VramMemory:

@@ -17,6 +17,7 @@ from kvbus.agent.spans import (
     sending_span,
     state_spans,
 )
+from kvbus.errors import ErrorCode
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.tools import OtherAgent, Span, Status, Trace, TraceResult, trace_attributes
@@ -32,7 +33,8 @@ READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
     "parts": "Parts of fetches that are read for engines whose home is another agent.",
     "queued_fetches": "Fetches that wait for their turn.",
-    "parked": "Requests that wait for GPU work of their engine.",
+    "holds": "Offers that local engines hold while their requests are queued.",
+    "waiting_requests": "Requests that wait for GPU work of their engine.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",
@@ -91,8 +93,9 @@ class DecodeMetrics:
 
 def log_retry(ended: ev.EndAttempt) -> None:
     requested = ended.requested
+    is_parked = ended.error.code is ErrorCode.OFFER_PARKED
     log.info(
-        "handoff.retried",
+        "handoff.moved" if is_parked else "handoff.retried",
         request_id=requested.ticket.request_id,
         fetch_id=requested.request.fetch_id,
         engine_id=requested.engine_id,
@@ -208,7 +211,7 @@ def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
         "state": fetch.state.value,
         "num_tokens": requested.request.num_tokens,
         "num_bytes": fetch.num_bytes,
-        "attempts": fetch.attempts,
+        "attempts": fetch.num_failed,
         "path": fetch.path,
         "prefill_agent": ticket.agent_id,
         **trace_attributes(requested.request.traceparent, ticket.traceparent),

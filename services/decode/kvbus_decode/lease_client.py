@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,7 +15,7 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
 from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.message import Empty, Message, from_body
 from kvbus.protocol.peer import (
     MAX_COMMITS,
     AwaitedOffer,
@@ -27,6 +27,7 @@ from kvbus.protocol.peer import (
     ReportCommits,
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
+from kvbus.protocol.tools import OfferParked
 from kvbus.table.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
@@ -43,6 +44,8 @@ RELEASE_TIMEOUT_S = 5.0
 COMMITS_TIMEOUT_S = 60.0
 """Until then each new connection sends the request again."""
 DRAIN_PERIOD_S = 1.0
+MAX_PARKED = 16_384
+"""Parked offers that are known by events."""
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Dispatch = Callable[[ev.Event], None]
@@ -70,6 +73,7 @@ class LeaseClient:
         self._is_driving = False
         self._committed: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Unreported commits by cell: tokens by offer."""
+        self._parked = OrderedDict[str, ev.PoolName]()
 
     def hold_peer(self, command: ev.AcquirePeer) -> None:
         try:
@@ -136,7 +140,7 @@ class LeaseClient:
                 )
                 return
             self._hold_progress(fetch, route)
-        elif isinstance(message, Commit) and _commit_by_cell(requested.ticket, route, message):
+        elif isinstance(message, Commit) and _commit_by_cell(requested.source, route, message):
             settle(Empty())
             self._note_commit(home, message)
             return
@@ -212,10 +216,24 @@ class LeaseClient:
         fetch.attempt, fetch.peers, fetch.route, fetch.choice = 0, [], None, None
 
     def see_event(self, event: Notice) -> None:
+        if event.op == OfferParked.op:
+            self._note_parked(event)
         offer_id = event.body.get("offer_id")
         known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
         for fetch in list(known):
             self._dispatch(ev.OfferAdvanced(fetch.key))
+
+    # A fetch that starts in the pool reads once. A refusal leads all others there, perhaps after
+    # they have read all bytes.
+    def _note_parked(self, event: Notice) -> None:
+        with suppress(KVBusError):
+            parked = from_body(OfferParked, event.body)
+            self._parked[parked.offer_id] = ev.PoolName(parked.engine_id, parked.engine_instance)
+            if len(self._parked) > MAX_PARKED:
+                self._parked.popitem(last=False)
+
+    def pool_of(self, ticket: Ticket) -> ev.PoolName | None:
+        return self._parked.get(ticket.offer_id)
 
     def see_gap(self, boot: str) -> None:
         for fetch in self._under_way():
@@ -259,7 +277,7 @@ class LeaseClient:
         async def find_route() -> None:
             requested, attempt, timeout_s = command.requested, command.attempt, command.timeout_s
             fetch: FetchResources = requested.resources
-            ticket, engine = requested.ticket, fetch.engine
+            ticket, engine = requested.source, fetch.engine
             route = await self._routes.route(home, ticket, engine, timeout_s=timeout_s)
             if fetch.attempt == attempt:
                 self._hold_route(fetch, route)

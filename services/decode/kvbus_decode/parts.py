@@ -153,6 +153,8 @@ class PartClient:
             zero_tail=request.zero_tail,
             priority=request.priority,
             traceparent=request.traceparent,
+            pool_id=requested.pool.engine_id if requested.pool else "",
+            pool_instance=requested.pool.engine_instance if requested.pool else "",
             origin=_origin(requested, other, request.repeated),
             after=request.after,
         )

@@ -128,7 +128,7 @@ def speculative_read_of(
 
 
 def _names_all(requested: Requested) -> bool:
-    ticket, num_tokens = requested.ticket, requested.request.num_tokens
+    ticket, num_tokens = requested.source, requested.request.num_tokens
     if not ticket.blocks or requested.request.chunk_tokens or ticket.num_tokens < num_tokens:
         return False
     return ticket.num_tokens == num_tokens or not requested.has_state

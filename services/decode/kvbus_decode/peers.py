@@ -33,6 +33,7 @@ ENGINE_READY, ENGINE_LOST = "engine.ready", "engine.lost"
 TOPICS = (
     "offer.extended",
     "offer.sealed",
+    "offer.parked",
     "lease.revoked",
     "lease.expired",
     "lease.ended",

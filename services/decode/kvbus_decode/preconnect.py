@@ -139,15 +139,14 @@ class PeerPreconnector:
                 agent_boot=peer.client.peer_boot or "",
                 endpoint=status.peer_endpoint or peer.endpoint,
                 engine_id=engine_id,
-                engine_instance=status.engine_instances[engine_id],
+                engine_instance=instance,
                 offer_id="",
                 request_id="",
                 num_tokens=0,
                 secret="",
                 server_key=peer.address.server_key,
             )
-            for engine_id, is_ready in status.engines.items()
-            if is_ready and engine_id in status.engine_instances
+            for engine_id, instance in _instances(status).items()
         ]
         engines = [engine for engine in self._agent.engines.engines.values() if engine.ready]
         pairs = product(tickets, engines)
@@ -158,3 +157,13 @@ class PeerPreconnector:
             endpoint = one.address.endpoint
             log.warning("peer.cold", peer=endpoint, code=error.code, reason=error.message)
         one.problem = error.message
+
+
+def _instances(status: AgentStatus) -> dict[str, str]:
+    """Return instances of engines, and of pools, by the id that readers use."""
+    ready = {
+        engine_id: status.engine_instances[engine_id]
+        for engine_id, is_ready in status.engines.items()
+        if is_ready and engine_id in status.engine_instances
+    }
+    return ready | {name: pool.engine_instance for name, pool in status.pools.items()}

@@ -140,6 +140,8 @@ class RouteBook:
             route = await self._negotiate(peer, ticket, engine, deadline)
             self._keep(key, route)
         except KVBusError as error:
+            if error.code is ErrorCode.OFFER_PARKED:
+                raise
             peer.refusal = error.message
             bound.warning(
                 "handshake.refused",

@@ -25,7 +25,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Longest lease that one acquire or renewal grants."""
     max_hold_s: Duration = 600.0
     """Longest time that one reader may renew its lease, or that readers without a lease keep an
-    open offer."""
+    offer: those in the queue of a decode engine, or those of an open offer."""
     late_read_s: Duration = 30.0
     """Time for which reads of a revoked or expired lease are still served, so that their reader
     gets its blocks back. A dead engine's addresses are kept as long."""
@@ -33,6 +33,13 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Decode agents that may shake hands before they have a ticket. `keys`: those with a key that
     is trusted as `decode`. `anybody`: all that reach the peer socket. `nobody`: none. After a
     handshake, an agent can read the engines' memory by NIXL."""
+
+    park_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    """Memory of the pool for parked offers, for each engine: the agent copies blocks there, and
+    the engine reuses them before the reader comes. 0: offers wait in the engine's blocks. Parking
+    costs a copy, and memory that only pays off where decode is slower than prefill."""
+    park_after_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.0
+    """Time that a sealed offer waits for its reader before it is parked; 0: none."""
 
     @property
     def offer_limits(self) -> OfferLimits:

@@ -100,7 +100,7 @@ class Packing:
 
     def _engine(self, request: Pack | Digest | CheckMemory) -> LocalEngine:
         """Return the engine with exactly this memory."""
-        engine = self._agent.engines.engines.get(request.engine_id)
+        engine = self._agent.engines.find(request.engine_id)
         if engine is None:
             raise LocalError(
                 f"engine '{request.engine_id}' is not here, or has ended",
@@ -166,13 +166,12 @@ class Packing:
         self._agent.staging.check_packs()
         engine = self._engine(pack)
         work, num_bytes = _gather_of(engine, pack, max_bytes=self._agent.staging.slot_bytes)
-        offered_here = engine.control is not None
-        if offered_here:
+        if engine.is_home:
             now, is_state = self._agent.loop.time(), bool(work.group.state)
             self._offers.check_pack(pack, now, is_state=is_state)
         wanted = slots.SlotWanted(
             pack=pack,
-            lease=lease if offered_here else (reader, *lease),
+            lease=lease if engine.is_home else (reader, *lease),
             reader=reader,
             slots=self._agent.staging.at(work.memory.device),
             num_bytes=num_bytes,
@@ -232,6 +231,7 @@ class Packing:
     # checked twice: for the right before, and for validity after.
 
     def _digest(self, request: Digest, call: Call) -> None:
+        self._offers.check_parked(request)  # the engine may have ended
         engine, tile = self._engine(request), request.tile
         memory, group = _holder(engine, request)
         if num_pieces(tile) > MAX_DIGESTS:
@@ -241,10 +241,10 @@ class Packing:
                 field="tile",
             )
         slot_region(group, tile)  # raises for a tile outside the group
-        offered_here, is_state = engine.control is not None, bool(group.state)
+        is_state = bool(group.state)
 
         def check() -> None:
-            if offered_here:
+            if engine.is_home:
                 self._offers.check_digest(request, is_state=is_state)
 
         def end(made: wire.DataReply) -> None:

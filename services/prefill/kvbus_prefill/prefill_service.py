@@ -22,12 +22,14 @@ from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
+    ParkOffer,
+    ReportBlocks,
     Republished,
     SealOffer,
     WithdrawOffer,
 )
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import Empty, Message, check_right
+from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import (
     Acquire,
     AwaitOffer,
@@ -37,13 +39,21 @@ from kvbus.protocol.peer import (
     Decline,
     Handshake,
     HandshakeDone,
+    KeepOffers,
     PeerWithdraw,
     Release,
     Renew,
     ReportCommits,
 )
 from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
+from kvbus.protocol.tools import (
+    LeaseEvent,
+    OfferEvent,
+    OfferParked,
+    PoolStatus,
+    Sharing,
+    known_trace,
+)
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver
 from kvbus_prefill.config import PrefillConfig
@@ -52,6 +62,8 @@ from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer_reports import READINGS, OfferHistories, PrefillMetrics
+from kvbus_prefill.parking import Parking
+from kvbus_prefill.pool import check_pool_fits
 
 log = structlog.get_logger()
 
@@ -77,12 +89,19 @@ class PrefillService(Service):
             ev.ReportReleased: self._report_released,
             ev.Publish: lambda event: agent.publisher.publish(event.op, event.body),
         }
+        self._parking = Parking(agent, config, self._table, driver.dispatch, self._end_pool)
+        self._driver.commands |= {
+            ev.Park: self._parking.park,
+            ev.FreePooled: self._parking.free,
+            ev.ReportParked: self._report_parked,
+        }
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self.lender = MemoryLender(agent, config, self._close_cells)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
+        check_pool_fits(self._agent, self._config.park_bytes)
         self._driver.dispatch(ev.EnginesGone())
         await self.lender.open()
         self._agent.tasks.start_soon(self._check_cells)
@@ -91,6 +110,8 @@ class PrefillService(Service):
         return {
             MakeOffer: self._open_in_order,
             **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change_in_order),
+            ParkOffer: self._park_in_order,
+            ReportBlocks: self._note_blocks,
             Republished: self._republished_in_order,
         }
 
@@ -104,6 +125,7 @@ class PrefillService(Service):
             PeerWithdraw: self._withdraw,
             ReportCommits: self._end_committed,
             CommitQuery: self._answer_committed,
+            KeepOffers: self._keep,
             AwaitOffer: Quota(self._await_offer, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
@@ -111,14 +133,26 @@ class PrefillService(Service):
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         self._driver.dispatch(ev.EngineReady())
+        self._parking.on_engine_ready(engine)
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self.ordering.end_engine(engine)
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
+        self._parking.on_engine_lost(engine)
         if not any(other.ready for other in self._agent.engines.engines.values()):
             self._driver.dispatch(ev.EnginesGone())
         self.lender.end_engine(engine)
+
+    def _end_pool(self, pool: LocalEngine) -> None:
+        self._packing.end_engine(pool)
+        self.lender.end_engine(pool)
+
+    def check_memory(self) -> None:
+        self._parking.check_memory()
+
+    def pools(self) -> dict[str, PoolStatus]:
+        return self._parking.statuses()
 
     def _close_cells(self, engine: LocalEngine) -> None:
         self._driver.dispatch(ev.CellsRevoked(engine.engine_id))
@@ -145,10 +179,11 @@ class PrefillService(Service):
         slots = self._packing.slots
         return {
             "offers": self._table.num_offers,
+            "parked_offers": self._table.num_parked,
             "leases": self._table.num_leases,
             "packs": slots.num_waiting,
             "slots": slots.num_slots_in_use,
-            "parked": len(self.ordering),
+            "waiting_requests": len(self.ordering),
         }
 
     def sharing(self) -> Sharing:
@@ -168,7 +203,7 @@ class PrefillService(Service):
         if not self._table.is_committed(commit, call.session.key):
             check_read_from(self._agent.data, commit.nixl_agent)
         offer = self._table.live.get(commit.offer_id)
-        if offer is not None:
+        if offer is not None and offer.pooled is None:
             self._agent.engines.end_if_left(offer.engine_id)
             self._agent.engines.find_cuts(offer.engine_id)
         self._forward(commit, call)
@@ -187,6 +222,10 @@ class PrefillService(Service):
         if awaits and self._table.may_be_published(request):
             raise _not_ready()
         self._forward(request, call)
+
+    def _keep(self, message: KeepOffers, call: Call) -> None:
+        may_come = self._agent.engines.awaits_offers_of("")
+        self._driver.dispatch(ev.KeepRequested(message, call, may_come))
 
     def _republished_in_order(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -310,10 +349,8 @@ class PrefillService(Service):
             return engines.engine(wanted, instance=handshake.engine_instance)
         if self._table.find(handshake.offer_id) is None:
             engines.check_published(wanted, handshake.engine_instance)
-        offer = self._table.check_reader(handshake.offer_id, handshake.secret)
-        engine = engines.engine(wanted, instance=handshake.engine_instance)
-        check_right(wanted, offer.engine_id)
-        return engine
+        self._table.check_source(handshake.offer_id, handshake.secret, wanted)
+        return engines.engine(wanted, instance=handshake.engine_instance)
 
     def _check_ahead(self) -> None:
         allowed = self._config.shake_hands_ahead  # with keys, a reader has one of role `decode`
@@ -376,6 +413,7 @@ class PrefillService(Service):
                 ticket_blocks=max_blocks if may_name else 0,
             )
         )
+        self._parking.note(ticket.offer_id)
 
     def _change(self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -386,8 +424,23 @@ class PrefillService(Service):
                     _check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
                 case SealOffer():
                     _check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
+        self._dispatch_change(message, call, engine)
+        self._parking.note(message.offer_id)
+
+    def _park_in_order(self, message: ParkOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        self._parking.check_may_park(engine)
+        park = partial(self._dispatch_change, message, call, engine)
+        self.ordering.submit(engine, message.offer_id, call, park)
+
+    def _dispatch_change(self, message: Message, call: Call, engine: LocalEngine) -> None:
         changed = ev.RequestReceived(message=message, reply_to=call, engine_id=engine.engine_id)
         self._driver.dispatch(changed)
+
+    def _note_blocks(self, report: ReportBlocks, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        self._parking.report_blocks(engine, short=report.short)
+        call.reply(Empty())
 
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Drive progress here, which connection set-up and READs need."""
@@ -402,6 +455,7 @@ class PrefillService(Service):
         self._packing.end_lease(*lease, command.code)
         self._agent.publisher.publish(f"lease.{reason}", LeaseEvent(*lease))
         token = self._tokens.pop(lease)
+        self._parking.note(command.offer_id)
         if reason == "ended":
             token.close()
             return
@@ -411,9 +465,9 @@ class PrefillService(Service):
     def _report_released(self, report: ev.ReportReleased) -> None:
         """Notify the engine before logging: it waits for its blocks."""
         released = report.released
-        engine = self._agent.engines.engines.get(report.engine_id)
-        if engine is not None:
-            engine.notify(released)
+        if not report.was_parked:
+            self._notify(report.engine_id, released)
+        self._parking.forget(released.offer_id)
         event = OfferEvent(released.offer_id, report.num_tokens, released.outcome.value)
         self._agent.publisher.publish("offer.released", event)
         sender = self._agent.sender
@@ -421,6 +475,8 @@ class PrefillService(Service):
             sender.put(self.histories.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
+        if report.was_parked:
+            self._metrics.parked.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})
         log.info(
             "offer.released",
@@ -432,10 +488,35 @@ class PrefillService(Service):
             lived_s=round(lived_s, 6),
         )
 
+    def _report_parked(self, report: ev.ReportParked) -> None:
+        released, pooled = report.released, report.pooled
+        self._notify(report.engine_id, released)
+        names = {"engine_id": pooled.engine_id, "engine_instance": pooled.engine_instance}
+        self._agent.publisher.publish("offer.parked", OfferParked(released.offer_id, **names))
+        sealed_s = self._agent.loop.time() - report.sealed_at
+        self._metrics.parked_bytes.values[()] += pooled.num_bytes
+        self._metrics.park_s.add({"": sealed_s})
+        log.info(
+            "offer.parked",
+            request_id=released.request_id,
+            offer_id=released.offer_id,
+            engine_id=report.engine_id,
+            num_bytes=pooled.num_bytes,
+            sealed_s=round(sealed_s, 6),
+        )
+
+    def _notify(self, engine_id: str, notice: Message) -> None:
+        engine = self._agent.engines.engines.get(engine_id)
+        if engine is not None:
+            engine.notify(notice)
+
     def _readings(self) -> dict[str, float]:
         return {
             **self.counts(),
             "awaited_offers": self._table.num_waiting,
+            "pool_bytes": self._parking.size_bytes,
+            "pool_used_bytes": self._parking.num_bytes,
+            "held_offers": self._table.num_held,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": self._agent.data.num_progress,

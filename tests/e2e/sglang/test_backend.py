@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 
-from kvbus.engine.sequence import PageView
+from kvbus.engine import PageView
 from kvbus.errors import ConfigError
 from kvbus.integrations.sglang.steps import process_result, run_batch
 from kvbus.integrations.vllm.params import digest_of
@@ -87,7 +87,7 @@ def test_no_page_is_fetched_while_a_step_may_write_to_it(
     end = launch_late(decode, 1, in_order)
     receiver.send_metadata(pages_of("decode"), ROW, None)
     if in_order:
-        parked = lambda: agents.all[1].status()["counts"]["parked"]  # noqa: E731 - of this test
+        parked = lambda: agents.all[1].status()["counts"]["waiting_requests"]  # noqa: E731 - of this test
         wait_until(parked, "the fetch waits")
         assert receiver.poll() == KVPoll.Transferring
     else:

@@ -33,7 +33,7 @@ def in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def wait_parked(agent: AgentProcess) -> None:
-    wait_until(lambda: agent.status()["counts"]["parked"], "a request waits", WITHIN_S)
+    wait_until(lambda: agent.status()["counts"]["waiting_requests"], "a request waits", WITHIN_S)
 
 
 @BY_ORDER

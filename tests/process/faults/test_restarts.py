@@ -130,7 +130,7 @@ async def test_requests_behind_gpu_work_continue_at_the_next_agent(fresh: Starte
             sealed = handoff.offer.seal()
             await kill_and_start(prefill)
             link.record((2 * number - 1) * step)
-            await until(lambda: prefill.status()["counts"]["parked"] == 4, WITHIN_S)
+            await until(lambda: prefill.status()["counts"]["waiting_requests"] == 4, WITHIN_S)
             waits = [one.done() for one in (made.made, extended, sealed, handoff.fetch.ended)]
             assert waits == [False] * 4
             link.record(2 * number * step)

@@ -11,6 +11,8 @@ import pytest
 from tests.process.handoffs.shapes import PATHS, SLOT_BYTES, ShapedAgents
 from tests.support.agents import AgentProcess, Agents, agents_ended, started
 
+POOL_BYTES = 2 << 20
+"""For each engine; offers are parked on request."""
 SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
 """Few and small ones, so that a few tokens are many tiles."""
 
@@ -30,7 +32,8 @@ def other_decode(agents: Agents) -> AgentProcess:
 def shaped() -> Iterator[Agents]:
     with agents_ended(Agents) as agents:
         few_at_once = 2  # side by side they are too slow on few cores
-        wanted = [agents.prepare("prefill", log_level="debug", **SLOTS) for _ in range(2)]
+        pool: dict[str, Any] = {"park_bytes": POOL_BYTES, "park_after_s": 3600.0}
+        wanted = [agents.prepare("prefill", log_level="debug", **pool, **SLOTS) for _ in range(2)]
         for path in (*PATHS, "auto"):
             reads: dict[str, Any] = {
                 "path": path,

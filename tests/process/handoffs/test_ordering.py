@@ -123,7 +123,9 @@ async def test_remote_part_waits_for_step_of_its_own_rank(
         handoff = await begin(source, target, 48, after=STEP if in_order else 0)
         with LateStep(lambda: zero_blocks(handoff, rank=1), target.links[1]) as late:
             if in_order:
-                await until(lambda: shapes.of("direct")[1].status()["counts"]["parked"] == 1)
+                await until(
+                    lambda: shapes.of("direct")[1].status()["counts"]["waiting_requests"] == 1
+                )
             else:
                 await handoff.fetch.ended
             late.run()

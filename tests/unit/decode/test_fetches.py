@@ -118,6 +118,19 @@ def refused(code: ErrorCode, attempt: int = 1) -> ev.Answered:
     return answered(ACQUIRE, RequestRefused("it did not work", code=code), attempt=attempt)
 
 
+def parked(attempt: int = 1) -> ev.Answered:
+    """A refusal, as the offer is in a pool."""
+    pool = {"engine_id": "pool", "engine_instance": "pool-boot"}
+    error = RequestRefused("it is parked", code=ErrorCode.OFFER_PARKED, **pool)
+    return answered(ACQUIRE, error, attempt=attempt)
+
+
+def parked_at_handshake() -> ev.StepFailed:
+    error = parked().error
+    assert error is not None
+    return ev.StepFailed("f1", 1, error)
+
+
 def renew_failed(code: ErrorCode) -> ev.Answered:
     return answered(RENEW, RemoteError("it did not work", code=code))
 
@@ -355,6 +368,25 @@ SCRIPTS: dict[str, list[Step]] = {
         (grant(), ""), (READ, "release, freed")],
     "an engine that has all tokens commits the offer without a read or a lease": [
         (known(speculative=BOTH, first_token=32), "hold, commit with blocks")],
+    # parked offers
+    "a fetch whose offer was parked goes on in the pool without a pause, in the same attempt": [
+        known(), (parked(), "end"), (DUE, "resolve"), (ready(attempt=2), "acquire"),
+        (grant(attempt=2), "read 0-32 last"), (READ, "commit"), (yes(2), "completed")],
+    "so does one whose handshake finds it": [requested(), (parked_at_handshake(), "end"),
+        (DUE, "resolve"), (ready(attempt=2), "acquire")],
+    "what was read before it was parked is read again": [ALONE, READ, (parked(), "end"),
+        (DUE, "resolve"), (ready(attempt=2), "acquire"), (grant(attempt=2), "read 0-32 last")],
+    "a read of an offer that was parked is stopped before the next": [BESIDE, (parked(), "stop"),
+        (1, READ, "end"), (DUE, "resolve")],
+    "a failure behind the move is the first": [known(), parked(), DUE,
+        (replace(GONE, attempt=2), "end"), (DUE, "resolve"), ready(attempt=3), grant(attempt=3),
+        READ, (yes(3), "completed #2")],
+    "an offer is not parked in one pool twice, nor in none": [known(), parked(), DUE,
+        ready(attempt=2), (parked(2), "failed acquiring offer_parked"), known("f2"),
+        (replace(refused(ErrorCode.OFFER_PARKED), fetch_id="f2"),
+         "failed acquiring offer_parked f2")],
+    "a cancel while the read of a parked offer is stopped waits for it": [BESIDE, parked(),
+        (CANCEL, "ok, cancelled reading cancelled drains"), (READ, "freed")],
     # whose turn it is
     "the next begins in the event that ends one": [PLACE, known(), known("f2"), known("f3"),
         grant(), READ, (0.5, YES, "completed, acquire f2")],
@@ -763,3 +795,18 @@ def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObjec
         peers.end_read()
     assert sorted(peers.ends) == ["ended", "freed"]
     assert not peers.table.live
+
+
+def test_a_fetch_names_the_pool_where_it_reads_and_its_ticket_stays() -> None:
+    moved: list[Any] = [requested(), parked_at_handshake()]
+    route = commands_of(ev.FindRoute, *moved, last=DUE)
+    acquire = commands_of(Acquire, *moved, DUE, last=ready(attempt=2))
+    commit = commands_of(Commit, *moved, DUE, ready(attempt=2), grant(attempt=2), last=READ)
+    source = route.requested.source
+    assert (source.engine_id, source.engine_instance) == ("pool", "pool-boot")
+    assert (source.blocks, source.cell) == ("", 0)
+    assert route.requested.ticket == TICKET
+    assert acquire.message.engine_id == "pool"
+    assert commit.message.tables is None
+    first = commands_of(Acquire, requested(), last=READY)
+    assert first.message.engine_id == TICKET.engine_id

@@ -17,7 +17,7 @@ ONE: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [3]}}
 
 
 async def parks(both: Neighbours, number: int) -> None:
-    await until(lambda: both.service.counts()["parked"] == number)
+    await until(lambda: both.service.counts()["waiting_requests"] == number)
 
 
 async def test_cancel_keeps_its_order_behind_a_parked_fetch(both: Neighbours) -> None:

@@ -199,10 +199,24 @@ def test_offer_is_lost_before_its_end_if_engine_closed_its_cell(event: Any) -> N
     assert said(table.handle(committed(), 9.0)) == [ErrorCode.ENGINE_LOST]
 
 
+@pytest.mark.parametrize("by", ["nobody", "reader", "engine"])
+def test_an_offer_is_parked_only_if_its_cell_was_live(by: str) -> None:
+    page, table, ticket = started()
+    match by:
+        case "reader":
+            assert page.cell(ticket).commit("own")
+        case "engine":
+            page.names.close(ticket.cell)
+    ends = {"nobody": ["parked"], "reader": [offers.COMPLETED, "freed"]}
+    words = said(table.handle(offers.COPIED, 1.0))
+    assert words == ends.get(by, [offers.WITHDRAWN, "freed"])
+    assert not page.cell(ticket).commit("late")
+
+
 ENDING = {"withdraw": WITHDRAW, "lost": offers.LOST, "stopped": offers.STOPPED, "due": DUE}
 STEPS = st.lists(
     st.tuples(st.sampled_from(["cell", "commit", "acquire"]), st.sampled_from("abc"))
-    | st.tuples(st.sampled_from([*ENDING, "late", "release", "left"])),
+    | st.tuples(st.sampled_from([*ENDING, "late", "release", "left", "park"])),
     min_size=2,
     max_size=9,
 )
@@ -243,6 +257,8 @@ class Played:
                     self.page.names.close(self.ticket.cell)
                     self.tell(self.oracle, offers.LOST)
                 return
+            case "park":
+                event = offers.COPIED
             case "release" if not self.oracle.live or not self.epoch:
                 return
             case "release":

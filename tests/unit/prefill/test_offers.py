@@ -29,6 +29,7 @@ BUSY, STALE, FORBIDDEN = ErrorCode.BUSY, ErrorCode.STALE, ErrorCode.FORBIDDEN
 OFFER_OPEN, LEASE_EXPIRED = ErrorCode.OFFER_OPEN, ErrorCode.LEASE_EXPIRED
 DONE, GEOMETRY = ErrorCode.OFFER_COMPLETED, ErrorCode.GEOMETRY
 OFFER_EXPIRED, OFFER_WITHDRAWN = ErrorCode.OFFER_EXPIRED, ErrorCode.OFFER_WITHDRAWN
+PARKED = ErrorCode.OFFER_PARKED
 OFFER_EXISTS, DRAINING = ErrorCode.OFFER_EXISTS, ErrorCode.DRAINING
 OF: dict[str, Any] = {"agent_boot": "boot", "offer_id": "o1"}
 Process = tuple[str, str]
@@ -124,6 +125,10 @@ def more(num_tokens: int, first_block: int) -> Asked:
 WITHDRAW = by_engine(protocol.WithdrawOffer(offer_id="o1"))
 SEAL = by_engine(protocol.SealOffer(offer_id="o1"))
 MORE, GAP = more(48, 2), more(64, 3)
+PARK = by_engine(protocol.ParkOffer(offer_id="o1"))
+POOLED = ev.Pooled("pool", "instance", {"full": BlockTable.of([8, 9])}, 64, "place")
+COPIED = ev.Copied("o1", POOLED)
+IN_POOL: dict[str, Any] = {"blocks": (8, 9), "engine_id": "pool"}
 LOST, STOPPED, DUE = EngineLost("engine"), Stopped(), DeadlinePassed()
 OPEN, SEALED = opened(sealed=False), opened()
 
@@ -171,6 +176,12 @@ def said(commands: list[ev.Command]) -> list[Any]:
                 words.append(f"end {command.epoch} {command.code}")
             case ev.ReportReleased():
                 words.append(command.released.outcome)
+            case ev.ReportParked():
+                words.append("parked")
+            case ev.FreePooled():
+                words.append("freed")
+            case ev.Park():
+                words.append("park")
     return words
 
 
@@ -282,6 +293,44 @@ SCRIPTS: dict[str, list[Step]] = {
         opened(ttl_s=1.0), acquired(lease_s=4.0),
         *[(now, acquired(lease_s=4.0)) for now in (3, 6, 9)],
         (10, DUE, ["end 4 lease_expired", EXPIRED])],
+    # parked offers
+    "an offer that is copied is parked and read from the pool": [SEALED, (1, COPIED, ["parked"]),
+        (acquired(engine_id="pool"), ["ok", "begin 1"]),
+        (held(), ["ok", "end 1 offer_completed", "freed", COMPLETED])],
+    "what was read out of the engine before it was parked is nothing": [SEALED, COPIED,
+        (1, committed(), [PARKED]), (acquired(), [PARKED]),
+        (acquired(engine_id="engine"), [PARKED]),
+        (committed(**{**IN_POOL, "blocks": (3, 4)}), [GEOMETRY]),
+        (committed(**IN_POOL), ["ok", "freed", COMPLETED])],
+    "who has not the secret does not hear where it is": [SEALED, COPIED,
+        (1, committed(secret="another"), [FORBIDDEN]), (acquired(secret="another"), [FORBIDDEN])],
+    "an offer that is read is not parked": [SEALED, acquired(), (1, COPIED, ["freed"]),
+        (held(), COMMIT_ENDS)],
+    "an offer that one of its readers has is not parked": [opened(readers=2), committed("a"),
+        (1, COPIED, ["freed"]), (committed("b", token="b"), ["ok", COMPLETED])],
+    "an open offer is not parked": [OPEN, (1, COPIED, ["freed"]), SEAL,
+        (committed(), ["ok", COMPLETED])],
+    "an offer that ended while it was copied is not parked": [SEALED, WITHDRAW,
+        (1, COPIED, ["freed"]), (2, ev.Copied("o9", POOLED), ["freed"])],
+    "an offer whose lease was given back is parked": [SEALED, acquired(), returned(),
+        (1, COPIED, ["parked"])],
+    "a parked offer outlives its engine and not its pool": [SEALED, COPIED, (1, LOST, []),
+        (renewed(1), [STALE]), (EngineLost("pool"), ["freed", WITHDRAWN])],
+    "a parked offer expires as any does": [SEALED, COPIED, (7.9, DUE, []),
+        (8, DUE, ["freed", EXPIRED])],
+    "a parked offer is withdrawn and its lease revoked": [SEALED, COPIED,
+        acquired(engine_id="pool"),
+        (1, WITHDRAW, ["ok", "end 1 offer_withdrawn", "freed", WITHDRAWN])],
+    "an agent that stops frees the pool and reports no end": [SEALED, COPIED,
+        (1, STOPPED, ["freed"])],
+    "a parked offer counts and its request may be offered again": [SEALED, COPIED, (TWICE, ["ok"]),
+        (opened("o3"), [BUSY])],
+    "an engine that did not hear that its offer is parked hears it again": [SEALED, COPIED,
+        (1, AGAIN, ["ok", "parked"]), committed(**IN_POOL), (AGAIN, ["ok", COMPLETED])],
+    "a tile is packed out of the blocks in the pool": [SEALED, COPIED, acquired(engine_id="pool"),
+        (1, tile((9,)), PACKED), (tile((4,)), [GEOMETRY])],
+    "an engine may ask early or late to park": [OPEN, (PARK, ["ok", "park"]), SEAL,
+        (PARK, ["ok", "park"]), COPIED, (PARK, ["ok"]), WITHDRAW, (PARK, ["ok"])],
     # a restart of the agent
     "an offer that is published again waits for a reader though its time is over": [AGAIN,
         (LIMITS.reader_return_s - 0.1, DUE, []), (LIMITS.reader_return_s, DUE, [EXPIRED])],
@@ -428,8 +477,21 @@ SITUATIONS: dict[str, list[Step]] = {
     "leased": [SEALED, acquired()],
     "leased and open": [OPEN, acquired()],
     "released": [SEALED, acquired(), WITHDRAW],
+    "parked": [SEALED, COPIED],
+    "parked and leased": [SEALED, COPIED, acquired(engine_id="pool")],
 }
-ANYTHING = [MORE, GAP, SEAL, WITHDRAW, acquired(), renewed(1), held(), committed(), returned()]
+ANYTHING = [
+    MORE,
+    GAP,
+    SEAL,
+    PARK,
+    WITHDRAW,
+    acquired(),
+    renewed(1),
+    held(),
+    committed(),
+    returned(),
+]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)

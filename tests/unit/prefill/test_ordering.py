@@ -26,7 +26,7 @@ STEP = 512
 
 
 async def parks(agent: PrefillAgent, number: int) -> None:
-    await until(lambda: agent.counts["parked"] == number)
+    await until(lambda: agent.counts["waiting_requests"] == number)
 
 
 async def test_requests_of_an_offer_keep_their_order(agent: PrefillAgent) -> None:
@@ -69,7 +69,7 @@ async def test_number_that_never_comes_times_out_by_name(agent: PrefillAgent) ->
         with pytest.raises(RequestRefused, match="number 8 of engine"):
             await offer.extend(32, {"full": [5]}, after=8)
         await offer.ended
-        assert agent.counts["parked"] == 0
+        assert agent.counts["waiting_requests"] == 0
         await link.offer("t", after=link.record(), **ONE)
     assert failure.value.code is ErrorCode.TIMEOUT
 

@@ -118,6 +118,7 @@ class FetchEntry:
     num_read: int = 0
     last_was_read: bool = False
     attempts: int = 1
+    num_moves: int = 0
     failed_in: FetchState | None = None
     repeated: bool = False
     unconfirmed: bool = False
@@ -145,6 +146,11 @@ class FetchEntry:
     @property
     def in_flight(self) -> bool:
         return self.chunk is not None or self.remote_parts_read
+
+    @property
+    def num_failed(self) -> int:
+        """Attempts so far, without those that ended because the offer was parked."""
+        return self.attempts - self.num_moves
 
     @property
     def is_over(self) -> bool:
@@ -283,6 +289,15 @@ class FetchEntry:
             wanted = max(request.first_token, answer.num_tokens)
             self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
 
+    def move_to(self, pool: ev.PoolName | None) -> bool:
+        """Continue in a pool; return False without one, or if it is the current one."""
+        if pool is None or pool == self.requested.pool:
+            return False
+        self.requested = replace(self.requested, pool=pool)
+        self.num_moves += 1
+        self.read_again()
+        return True
+
     def read_again(self) -> None:
         self.num_read, self.last_was_read, self.unconfirmed = 0, False, False
         self.nixl_agent = ""
@@ -312,7 +327,7 @@ class FetchEntry:
             path=self.path,
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
             num_tokens=requested.request.num_tokens,
-            attempts=self.attempts,
+            attempts=self.num_failed,
         )
         return ev.ReportFetched(requested, fetched, self.held is not None, undecided)
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from kvbus.errors import KVBusError
+from msgspec import structs
+
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, Fetched, Landed, StartFetch
 from kvbus.protocol.message import Message, Request
@@ -54,11 +56,32 @@ class SpeculativeRead:
     acquires: bool
 
 
+class PoolName(Value, frozen=True):
+    """The pool with the blocks of a parked offer, which is read as an engine's memory."""
+
+    engine_id: str
+    engine_instance: str
+
+    @classmethod
+    def of(cls, error: KVBusError) -> "PoolName | None":
+        """Return the pool that a refusal names, if any."""
+        if error.code is not ErrorCode.OFFER_PARKED:
+            return None
+        engine_id, instance = (error.detail.get(name) for name in cls.__struct_fields__)
+        is_named = isinstance(engine_id, str) and isinstance(instance, str)
+        return cls(str(engine_id), str(instance)) if is_named else None
+
+    def holds(self, ticket: Ticket) -> Ticket:
+        """Return the ticket of the engine with the pool in its place, which has no cell."""
+        return structs.replace(ticket, **structs.asdict(self), blocks="", cell=0)
+
+
 class Requested(Value, frozen=True):
     """A request for a fetch.
 
-    Until a ``rendezvous`` has a ticket, ``ticket`` has only its fields. Only this fetch can repeat
-    a granted `Commit` with ``commit_token``. ``rank_secret`` is a part's credential.
+    Until a ``rendezvous`` has a ticket, ``ticket`` has only its fields. A parked offer is read from
+    its ``pool``. Only this fetch can repeat a granted `Commit` with ``commit_token``.
+    ``rank_secret`` is a part's credential.
     """
 
     fetch_id: str
@@ -70,6 +93,7 @@ class Requested(Value, frozen=True):
     has_state: bool = False
     commit_token: str = ""
     rendezvous: Rendezvous | None = None
+    pool: PoolName | None = None
     remote_ranks: tuple[AgentRanks, ...] = ()
     rank_secret: str = ""
     resources: Any = None
@@ -82,6 +106,11 @@ class Requested(Value, frozen=True):
     @property
     def has_ticket(self) -> bool:
         return self.ticket.offer_id != UNKNOWN
+
+    @property
+    def source(self) -> Ticket:
+        """The ticket, with the engine whose memory is read."""
+        return self.ticket if self.pool is None else self.pool.holds(self.ticket)
 
 
 def fetch_key(engine_id: str, name: str) -> str:

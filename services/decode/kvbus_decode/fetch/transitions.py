@@ -57,7 +57,7 @@ RETRIED = frozenset(
         ErrorCode.BUSY,
     }
 )
-PASSING = RETRIED | {ErrorCode.CANCELLED}
+PASSING = RETRIED | {ErrorCode.CANCELLED, ErrorCode.OFFER_PARKED}
 """Errors with which stopped transfers may end."""
 RETRY_S, MAX_RETRY_S = 0.05, 1.0
 """Second pause between attempts, and the longest; the first one is 0."""
@@ -98,7 +98,7 @@ def send_request(fetch: FetchEntry, at: Context) -> ev.SendRequest:
 
 
 def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
-    requested, ticket = fetch.requested, fetch.requested.ticket
+    requested, ticket = fetch.requested, fetch.requested.source
     named = {
         "offer_id": ticket.offer_id,
         "engine_id": ticket.engine_id,
@@ -113,7 +113,7 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
 
 
 def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
-    requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
+    requested, ticket, limits = fetch.requested, fetch.requested.source, at.limits
     shown: dict[str, Any] = {
         "agent_boot": fetch.boot,
         "offer_id": ticket.offer_id,
@@ -124,7 +124,7 @@ def _acquire_or_commit(fetch: FetchEntry, at: Context) -> Acquire | Commit:
         "part": bool(requested.rank_secret),
     }
     if fetch.state is not COMMITTING:
-        return Acquire(lease_s=limits.lease_s, **shown)
+        return Acquire(lease_s=limits.lease_s, engine_id=ticket.engine_id, **shown)
     if fetch.held is None or fetch.is_speculative:
         shown["tables"] = dict(fetch.tables)
         shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
@@ -334,8 +334,15 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 #     attempt 1   READ from A ─▶ Commit "A" ─▶ ok, reply lost     READ from A ─▶ Commit "A"
 #     there                        A ends, B begins               A ends, B begins  └▶ stale
 #     attempt 2                    Commit "A" ─▶ ok               READ from B ─▶ Commit "B" ─▶ ok
+#
+# If the offer was parked, the next attempt reads it from the pool, all of it: the engine may have
+# written to its blocks since. This is no failure, so there is no pause:
+#
+#     attempt 1   READ from the engine ─▶ Acquire or Commit ─▶ offer_parked: the pool
+#     attempt 2                                                └ handshake ─▶ Acquire ─▶ READ ─▶ ...
 def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
-    is_final = error.code not in RETRIED or fetch.deadline <= at.now
+    is_retried = error.code in RETRIED or fetch.move_to(ev.PoolName.of(error))
+    is_final = not is_retried or fetch.deadline <= at.now
     if is_final or (fetch.state is AWAITING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)
     has_sent_commit = fetch.state is COMMITTING and not fetch.repeated
@@ -348,16 +355,18 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
 
 
 def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
-    pause_s = 0.0
-    if fetch.attempts > 1:
+    pause_s, has_moved = 0.0, error.code is ErrorCode.OFFER_PARKED
+    if fetch.num_failed > 1 and not has_moved:
         # A table has no random numbers; the hash differs by fetch and attempt.
         jitter = crc32(f"{fetch.key} {fetch.attempts}".encode()) / 2**32
-        pause_s = min(RETRY_S * 2 ** min(fetch.attempts - 2, 8), MAX_RETRY_S) * (1 + jitter) / 2
+        pause_s = min(RETRY_S * 2 ** min(fetch.num_failed - 2, 8), MAX_RETRY_S) * (1 + jitter) / 2
     if at.now + pause_s >= fetch.deadline:
         return fail(fetch, error, at)
     commands = [] if fetch.unconfirmed else release_lease(fetch)
     fetch.end_attempt()
     fetch.request_at = at.now + pause_s
+    if has_moved:
+        fetch.error = None
     return [*commands, ev.EndAttempt(fetch.requested, fetch.attempts, error)]
 
 

@@ -40,6 +40,9 @@ class OfferState(StrEnum):
     SEALED = "sealed"
     """All tokens are there; only now can a reader commit it."""
 
+    PARKED = "parked"
+    """Its blocks are in a pool of the agent; those of the engine belong to the engine."""
+
     RELEASED = "released"
     """No lease is live, and the blocks belong to the engine."""
 
@@ -110,7 +113,8 @@ class Lease:
 class OfferEntry:
     """State of one offer; ``expires_at`` counts only without a live lease.
 
-    An awaited offer has only ``transfer_id`` and ``waiting``, the end of each wait. ``leases`` are
+    An awaited offer has only ``transfer_id`` and ``waiting``, the end of each wait. A parked one
+    has ``pooled`` blocks, whose tables are its ``tables``, and no cell. ``leases`` are
     live and done ones, and the last ``readers`` others. ``denied`` maps tokens to the only boot id
     that may commit with them.
     """
@@ -130,6 +134,9 @@ class OfferEntry:
     num_tokens: int = 0
     tables: dict[str, BlockTable] = field(default_factory=dict)
     opened_at: float = 0.0
+    sealed_at: float = 0.0
+    park_wanted: bool = False
+    pooled: ev.Pooled | None = None
     expires_at: float = 0.0
     hold_ends_at: float | None = None
     epoch: int = 0
@@ -154,6 +161,16 @@ class OfferEntry:
         if self.state is OfferState.AWAITED:
             return min(self.waiting.values(), default=None)
         return min((lease.expires_at for lease in self.live_leases), default=self.expires_at)
+
+    @property
+    def memory_engine_id(self) -> str:
+        """Engine whose memory has the blocks: a pool, if the offer is parked."""
+        return self.engine_id if self.pooled is None else self.pooled.engine_id
+
+    @property
+    def may_be_parked(self) -> bool:
+        is_used = any(one.end is None or one.is_done for one in self.leases.values())
+        return self.state is OfferState.SEALED and not is_used
 
     @property
     def live_leases(self) -> list[Lease]:
@@ -184,7 +201,18 @@ class OfferEntry:
         self.denied[request.token] = request.reader_boot
 
     def retire(self) -> None:
-        self.tables, self.ticket, self.waiting = {}, None, {}
+        self.tables, self.ticket, self.waiting, self.pooled = {}, None, {}, None
+
+    @property
+    def is_held(self) -> bool:
+        return self.hold_ends_at is not None
+
+    def hold(self, seconds: float, at: Context) -> bool:
+        """Keep the offer, for ``max_hold_s`` after the first call; return whether it is kept."""
+        if self.hold_ends_at is None:
+            self.hold_ends_at = at.now + at.limits.max_hold_s
+        self.wait_until(min(at.now + seconds, self.hold_ends_at))
+        return at.now < self.hold_ends_at
 
     def wait_until(self, when: float) -> None:
         self.expires_at = max(self.expires_at, when)
@@ -214,6 +242,16 @@ class OfferEntry:
     def check_token(self, epoch: int, token: str) -> None:
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
+
+    def check_engine(self, engine_id: str) -> None:
+        """Raise `LocalError` (``offer_parked``) unless a parked offer is read from its pool."""
+        if self.pooled is not None and engine_id != self.pooled.engine_id:
+            raise LocalError(
+                "the offer is parked: read it from the pool",
+                code=ErrorCode.OFFER_PARKED,
+                engine_id=self.pooled.engine_id,
+                engine_instance=self.pooled.engine_instance,
+            )
 
     def check_tile(self, request: Pack | Digest, *, is_state: bool) -> None:
         group, stop, table = request.tile.group, request.tile.stop, request.table
@@ -291,7 +329,7 @@ class OfferEntry:
             token=lease.token,
             lease_s=max(lease.expires_at - at.now, 1e-6),
             num_tokens=self.num_tokens,
-            sealed=self.state is OfferState.SEALED,
+            sealed=self.state is not OfferState.OPEN,
             tables={
                 group: _after(table, known_blocks.get(group, 0))
                 for group, table in self.tables.items()
@@ -310,17 +348,22 @@ class OfferEntry:
         return [*self.end(outcome, code), self.report()]
 
     def end(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
-        revoked: ev.Commands = [
-            self.end_lease(lease, "revoked", code) for lease in self.live_leases
-        ]
+        ends: ev.Commands = [self.end_lease(lease, "revoked", code) for lease in self.live_leases]
         self.state, self.outcome, self.ended_by = OfferState.RELEASED, outcome, code
-        return revoked
+        return ends if self.pooled is None else [*ends, ev.FreePooled(self.pooled)]
 
     def report(self) -> ev.ReportReleased:
         outcome = self.outcome or Outcome.WITHDRAWN
         commits = self.commits if outcome is Outcome.COMPLETED else ()
         released = Released(self.offer_id, self.request_id, outcome, commits)
-        return ev.ReportReleased(self.engine_id, released, self.num_tokens, self.opened_at)
+        was_parked = self.pooled is not None
+        return ev.ReportReleased(
+            self.engine_id, released, self.num_tokens, self.opened_at, was_parked
+        )
+
+    def report_parked(self, pooled: ev.Pooled) -> ev.ReportParked:
+        released = Released(self.offer_id, self.request_id, Outcome.PARKED)
+        return ev.ReportParked(self.engine_id, released, pooled, self.sealed_at)
 
     def published(self, op: str) -> ev.Publish:
         return ev.Publish(op, OfferEvent(self.offer_id, self.num_tokens))

@@ -1,11 +1,14 @@
 """Events and commands of the offer table."""
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
+from kvbus.geometry import BlockTable
 from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import EndedOffer, MakeOffer, Released
 from kvbus.protocol.message import Message
+from kvbus.protocol.peer import KeepOffers
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
 from kvbus.table.events import (
@@ -48,11 +51,39 @@ class Opened(Value, frozen=True):
     cell: CommitCell | None = None
 
 
+class KeepRequested(Value, frozen=True):
+    """Request of a reader's agent; ``may_come``: an engine may still publish unknown offers."""
+
+    message: KeepOffers
+    reply_to: object
+    may_come: bool
+
+
 class Restored(Value, frozen=True):
     """Completed offer of an earlier agent process, which its engine publishes again."""
 
     engine_id: str
     ended: EndedOffer
+
+
+class Pooled(Value, frozen=True):
+    """Blocks of a pool with a copy of an offer's blocks; ``place`` is the pool's own name of them.
+
+    The pool is to readers an engine with ``engine_id`` and ``engine_instance``.
+    """
+
+    engine_id: str
+    engine_instance: str
+    tables: Mapping[str, BlockTable]
+    num_bytes: int
+    place: Any
+
+
+class Copied(Value, frozen=True):
+    """An offer's blocks are in the pool. `FreePooled` follows now, or at the end of the offer."""
+
+    offer_id: str
+    pooled: Pooled
 
 
 class CellCommitted(Value, frozen=True):
@@ -88,7 +119,9 @@ class EnginesGone(Value, frozen=True):
 Event = (
     RequestReceived[Any]
     | Opened
+    | KeepRequested
     | Restored
+    | Copied
     | CellCommitted
     | CellsChecked
     | CellsRevoked
@@ -103,10 +136,30 @@ Event = (
 
 
 class ReportReleased(Value, frozen=True):
+    """Command: report the end of an offer; that of a parked one is not reported to its engine."""
+
     engine_id: str
     released: Released
     num_tokens: int
     opened_at: float
+    was_parked: bool = False
+
+
+class ReportParked(Value, frozen=True):
+    engine_id: str
+    released: Released
+    pooled: Pooled
+    sealed_at: float
+
+
+class FreePooled(Value, frozen=True):
+    pooled: Pooled
+
+
+class Park(Value, frozen=True):
+    """Command: park an offer as soon as possible."""
+
+    offer_id: str
 
 
 class Publish(Value, frozen=True):
@@ -128,5 +181,15 @@ class EndLease(Value, frozen=True):
     code: ErrorCode
 
 
-Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease
+Command = (
+    SendReply
+    | Refuse
+    | ReportReleased
+    | ReportParked
+    | FreePooled
+    | Park
+    | Publish
+    | BeginLease
+    | EndLease
+)
 Commands = list[Command]

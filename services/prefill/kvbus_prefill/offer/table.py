@@ -1,13 +1,14 @@
 """Table of all offers: admission, names and dispatch (sans-IO)."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
-from kvbus.protocol.message import check_right
+from kvbus.protocol.engine import ExtendOffer, MakeOffer, ParkOffer, SealOffer
+from kvbus.protocol.message import check_right, is_right
 from kvbus.protocol.peer import (
     AwaitOffer,
     Commit,
@@ -15,6 +16,8 @@ from kvbus.protocol.peer import (
     CommitQuery,
     Decline,
     Digest,
+    HeldOffer,
+    OffersKept,
     Pack,
     Release,
     Renew,
@@ -22,7 +25,7 @@ from kvbus.protocol.peer import (
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
 from kvbus.table.table import Table
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
+from kvbus_prefill.offer.entry import Context, OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands
 from kvbus_prefill.offer.transitions import TRANSITIONS, declined, done, draining, ended
 
@@ -30,7 +33,7 @@ NAMES_KEPT_S = 600.0
 """An engine may use a name late."""
 
 
-KEEPING = (MakeOffer, AwaitOffer, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
+KEEPING = (MakeOffer, AwaitOffer, Renew, Release, ExtendOffer, SealOffer, ParkOffer, ev.Abandoned)
 """Events that neither end an offer nor give it to a reader."""
 OUTLIVED = (ErrorCode.ENGINE_LOST, ErrorCode.DRAINING)
 """Codes of offers that live on in their engine after they ended here."""
@@ -54,12 +57,20 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         self.draining = False
         self._engines_awaited_until: float | None = None
         self._offer_id_by_request: dict[tuple[str, str], str] = {}
+        self._parked: dict[str, OfferEntry] = {}
+        """Their requests may be offered again."""
         self._named: dict[str, OfferEntry] = {}
         self._used_names: OrderedDict[str, UsedName] = OrderedDict()
+        self._kept_names: OrderedDict[str, float] = OrderedDict()
+        """Ends of holds whose offers are not made yet."""
 
     @property
     def num_offers(self) -> int:
-        return len(self._offer_id_by_request)
+        return len(self._offer_id_by_request) + len(self._parked)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
 
     @property
     def num_waiting(self) -> int:
@@ -68,6 +79,10 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     @property
     def num_leases(self) -> int:
         return sum(len(offer.live_leases) for offer in self.live.values())
+
+    @property
+    def num_held(self) -> int:
+        return sum(offer.is_held for offer in self.live.values())
 
     # Queries without side effects.
 
@@ -81,9 +96,22 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
 
     def check_digest(self, request: Digest, *, is_state: bool) -> None:
         """Check as `check_pack`, with the ticket's secret instead of a lease."""
-        offer = self.check_reader(request.offer_id, request.secret)
-        check_right(request.engine_id, offer.engine_id)
+        offer = self.check_source(request.offer_id, request.secret, request.engine_id)
         offer.check_tile(request, is_state=is_state)
+
+    def check_parked(self, request: Digest) -> None:
+        """Raise `KVBusError` if the reader must read the offer from a pool."""
+        offer = self.live.get(request.offer_id)
+        if offer is not None and offer.pooled is not None:
+            check_right(request.secret, offer.secret)
+            offer.check_engine(request.engine_id)
+
+    def check_source(self, offer_id: str, secret: str | None, engine_id: str) -> OfferEntry:
+        """Raise `KVBusError` unless the engine's memory has the blocks of the live offer."""
+        offer = self.check_reader(offer_id, secret)
+        offer.check_engine(engine_id)
+        check_right(engine_id, offer.memory_engine_id)
+        return offer
 
     def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
         offer = self._known(offer_id)
@@ -131,17 +159,67 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         )  # its reader crashed before its report
         return commands + self._apply(offer, committed, now)
 
+    # A history has room for 32 steps, which renewals every few seconds would fill. So this is no
+    # transition, and the history notes the first one only.
+    def _keep(self, event: ev.KeepRequested, now: float) -> Commands:
+        at, keep_s = Context(now, self.limits), min(event.message.keep_s, self.limits.max_lease_s)
+        held = enumerate(event.message.offers)
+        over = tuple(i for i, one in held if not self._keep_one(one, keep_s, event, at))
+        return [SendReply(event.reply_to, OffersKept(keep_s, over))]
+
+    def _keep_one(
+        self, held: HeldOffer, keep_s: float, event: ev.KeepRequested, at: Context
+    ) -> bool:
+        if not held.offer_id:
+            offer = self._named.get(held.secret)
+            if offer is None or offer.state is OfferState.AWAITED:
+                return self._keep_name(held.secret, at.now + keep_s)
+        elif (offer := self.find(held.offer_id)) is None:
+            return event.may_come
+        elif not is_right(held.secret, offer.secret):
+            return False
+        elif offer.is_over:
+            return offer.ended_by in OUTLIVED
+        if not offer.is_held:
+            offer.history.note(at.now, event, offer.state, ())
+        is_kept = offer.hold(keep_s, at)
+        self.deadlines.set(offer.key, offer.due_at)
+        return is_kept
+
+    def _keep_name(self, name: str, until: float) -> bool:
+        if name in self._used_names:
+            return self._used_names[name].code in OUTLIVED
+        self._kept_names[name] = until
+        self._kept_names.move_to_end(name)
+        if len(self._kept_names) > self.limits.max_names:
+            self._kept_names.popitem(last=False)
+        return True
+
+    def _open(self, event: ev.Opened, now: float) -> Commands:
+        offer = self._admit(event)
+        commands = self._apply(offer, event, now)
+        kept_s = self._kept_names.pop(offer.transfer_id, now) - now
+        if kept_s > 0 and not offer.is_over:
+            offer.hold(kept_s, Context(now, self.limits))
+            self.deadlines.set(offer.key, offer.due_at)
+        return commands
+
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        if isinstance(event, ev.Restored):
-            return self._restore(event, now)
+        of_table: dict[type[Any], Callable[[Any, float], Commands]] = {
+            ev.Restored: self._restore,
+            ev.Copied: self._park,
+            ev.KeepRequested: self._keep,
+        }
+        if type(event) in of_table:
+            return of_table[type(event)](event, now)
         if not isinstance(event, ev.RequestReceived | ev.Opened):
             return self._apply_all(self._hit_by(event, now), event, now)
         try:
             if isinstance(event, ev.Opened):
-                return self._apply(self._admit(event), event, now)
+                return self._open(event, now)
             return self._answer(event, now)
         except KVBusError as error:
             return [Refuse(event.reply_to, error)]
@@ -174,6 +252,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         except KVBusError as error:
             return [*commands, Refuse(event.reply_to, error)]
 
+    def _park(self, event: ev.Copied, now: float) -> Commands:
+        """Park the offer, or free the pool's blocks if it was read or has ended meanwhile."""
+        offer, commands = self.live.get(event.offer_id), list[ev.Command]()
+        if offer is not None and offer.may_be_parked:
+            commands = self._apply(offer, event, now)
+            if offer.pooled is event.pooled:
+                self._release_request(offer)
+                self._parked[offer.offer_id] = offer
+                return commands
+        return [*commands, ev.FreePooled(event.pooled)]
+
     def _hit_by(self, event: ev.Event, now: float) -> list[OfferEntry]:
         live, hit = self.live.values(), list[OfferEntry]()
         match event:
@@ -185,7 +274,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             case ev.CellsChecked():
                 hit = [one for one in live if one.cell and one.cell.is_committed]
             case EngineLost(engine_id) | ev.CellsRevoked(engine_id):
-                hit = [one for one in live if one.engine_id == engine_id]
+                hit = [one for one in live if one.memory_engine_id == engine_id]
             case ev.EngineReady():
                 self._engines_awaited_until = None
             case ev.EnginesGone() if self._engines_awaited_until is None:
@@ -301,6 +390,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             )
         return offer
 
+    def _release_request(self, offer: OfferEntry) -> None:
+        request = offer.engine_id, offer.request_id
+        if self._offer_id_by_request.get(request) == offer.offer_id:
+            del self._offer_id_by_request[request]
+
     def _retire(self, offer: OfferEntry) -> None:
         """Retire an offer; drop one that was never made, but keep a declined name."""
         name = offer.transfer_id
@@ -308,9 +402,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if offer.outcome is None:
             del self.live[offer.offer_id]
         else:
-            request = offer.engine_id, offer.request_id
-            if self._offer_id_by_request.get(request) == offer.offer_id:
-                del self._offer_id_by_request[request]
+            self._release_request(offer)
+            self._parked.pop(offer.offer_id, None)
             super()._retire(offer)
         if not name or offer.ended_by is ErrorCode.OFFER_UNKNOWN:
             return

@@ -11,6 +11,7 @@ from kvbus.protocol.engine import (
     MakeOffer,
     OfferMade,
     Outcome,
+    ParkOffer,
     SealOffer,
     WithdrawOffer,
 )
@@ -39,7 +40,7 @@ from kvbus_prefill.offer.entry import Context, Lease, OfferEntry, OfferState
 from kvbus_prefill.offer.events import Commands
 
 AWAITED, OPEN = OfferState.AWAITED, OfferState.OPEN
-SEALED, RELEASED = OfferState.SEALED, OfferState.RELEASED
+SEALED, PARKED, RELEASED = OfferState.SEALED, OfferState.PARKED, OfferState.RELEASED
 
 
 def done(event: ev.RequestReceived[Any]) -> SendReply:
@@ -108,7 +109,7 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     left_s = event.ttl_s
     if message.left_s is not None:
         left_s = max(message.left_s, at.limits.reader_return_s)
-    offer.opened_at, offer.expires_at = at.now, at.now + left_s
+    offer.opened_at, offer.expires_at, offer.sealed_at = at.now, at.now + left_s, at.now
     waiting, offer.waiting = offer.waiting, {}
     fields = ticket.to_json()
     return [
@@ -178,9 +179,37 @@ def extend(offer: OfferEntry, event: ev.RequestReceived[ExtendOffer], at: Contex
 
 
 def seal(offer: OfferEntry, event: ev.RequestReceived[SealOffer], at: Context) -> Commands:
-    offer.state = SEALED
+    offer.state, offer.sealed_at = SEALED, at.now
     offer.wait_until(at.now + offer.ttl_s)
     return [done(event), offer.published("offer.sealed")]
+
+
+def want_park(offer: OfferEntry, event: ev.RequestReceived[ParkOffer], _: Context) -> Commands:
+    offer.park_wanted = True
+    return [done(event), ev.Park(offer.offer_id)]
+
+
+# Why the bytes of a parked offer are right, and its blocks free:
+#
+#     engine  last write, sealed                        released: parked ─▶ blocks written again
+#     agent     offer └▶ sealed   copy ──────┤ last byte ─▶ parked
+#     reader         before: READ ─────────────────── acquire, commit: refused, read from the pool
+#     reader         after:                                       READ from the pool ─▶ commit: yes
+#
+# The engine writes to the blocks only after `released`, so the copy has read them unchanged. With a
+# live lease, or a commit, the copy is dropped, and nothing has happened. The cell is closed before,
+# so a commit that follows comes by a request. It names the engine whose memory the reader has read.
+# The engine's blocks may have been written again by then, so only the pool is good.
+def park(offer: OfferEntry, event: ev.Copied, _: Context) -> Commands:
+    pooled = event.pooled
+    offer.state, offer.pooled, offer.tables = PARKED, pooled, dict(pooled.tables)
+    offer.cell = None
+    return [offer.report_parked(pooled)]
+
+
+def report_parked_again(offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
+    """Repeat a lost report to an engine that publishes the offer again."""
+    return [made(event), *([offer.report_parked(offer.pooled)] if offer.pooled else [])]
 
 
 def withdraw(offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
@@ -208,6 +237,7 @@ def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
 
 def acquire(offer: OfferEntry, event: ev.RequestReceived[Acquire], at: Context) -> Commands:
     """Grant a lease under a new epoch; a repeated request gets no more time than a renewal."""
+    offer.check_engine(event.message.engine_id)
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
     held_until = min([at.now + at.limits.max_hold_s, *(lease.held_until for lease in own)])
@@ -300,6 +330,8 @@ def commit(offer: OfferEntry, event: ev.RequestReceived[Commit], at: Context) ->
         own, outlived = _leases_of(offer, event)
     if message.tables is None and not own:
         raise _without_lease(offer, event)
+    if message.tables is not None:
+        offer.check_engine(message.engine_id)
     _check_room(offer, message, [*own, *outlived], at)
     if message.tables is not None:
         _check_read(offer, message)
@@ -326,7 +358,7 @@ def _check_read(offer: OfferEntry, message: Commit) -> None:
     read = {
         "block table": (message.tables, offer.tables),
         "number of tokens": (message.num_tokens, offer.num_tokens),
-        "engine": (message.engine_id, offer.engine_id),
+        "engine": (message.engine_id, offer.memory_engine_id),
     }
     other = next((what for what, (theirs, ours) in read.items() if theirs != ours), None)
     if other is not None:
@@ -351,9 +383,7 @@ def refuse_early_commit(
     offer: OfferEntry, _event: ev.RequestReceived[Commit], at: Context
 ) -> Commands:
     """Refuse the commit; each keeps the offer for ``max_lease_s``, and all for ``max_hold_s``."""
-    if offer.hold_ends_at is None:
-        offer.hold_ends_at = at.now + at.limits.max_hold_s
-    offer.wait_until(min(at.now + at.limits.max_lease_s, offer.hold_ends_at))
+    offer.hold(at.limits.max_lease_s, at)
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 
@@ -376,38 +406,46 @@ def commit_again(offer: OfferEntry, event: ev.RequestReceived[Commit], at: Conte
     return [done(event)] if is_own else refuse_ended(offer, event, at)
 
 
-def withdraw_again(_offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
+def reply_done(_offer: OfferEntry, event: ev.RequestReceived[Any], _: Context) -> Commands:
     return [done(event)]
 
 
-LIVE = (OPEN, SEALED)
+HELD = (OPEN, SEALED)
+"""States in which the blocks are the engine's."""
+LIVE = (*HELD, PARKED)
 TRANSITIONS = transitions(
     ((AWAITED,), (AwaitOffer,), wait, ()),
     ((AWAITED,), (ev.Abandoned,), stop_waiting, (AWAITED, RELEASED)),
     ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
     ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
     ((AWAITED,), (Decline,), decline, (RELEASED,)),
-    ((AWAITED,), (MakeOffer,), make, LIVE),
+    ((AWAITED,), (MakeOffer,), make, HELD),
     ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
-    (LIVE, (MakeOffer,), make_again, ()),
+    (HELD, (MakeOffer,), make_again, ()),
+    ((PARKED,), (MakeOffer,), report_parked_again, ()),
     (LIVE, (AwaitOffer,), repeat_reply, ()),
     (LIVE, (ev.Abandoned,), ignore, ()),
     ((OPEN,), (ExtendOffer,), extend, ()),
     ((OPEN,), (SealOffer,), seal, (SEALED,)),
-    ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
+    ((SEALED, PARKED), (ExtendOffer, SealOffer), refuse_sealed, ()),
+    (HELD, (ParkOffer,), want_park, ()),
+    ((SEALED,), (ev.Copied,), park, (PARKED,)),
+    ((PARKED, RELEASED), (ParkOffer,), reply_done, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Decline), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
-    (LIVE, (ev.CellsRevoked, ev.CellsChecked), ignore, ()),
+    (HELD, (ev.CellsRevoked, ev.CellsChecked), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
+    ((PARKED,), (DeadlinePassed,), expire, (PARKED, RELEASED)),
     (LIVE, (Acquire,), acquire, ()),
     (LIVE, (Renew,), renew, ()),
     (LIVE, (Release,), release, ()),
     ((OPEN,), (Commit,), refuse_early_commit, ()),
     ((SEALED,), (Commit,), commit, (SEALED, RELEASED)),
+    ((PARKED,), (Commit,), commit, (PARKED, RELEASED)),
     ((SEALED,), (ev.CellCommitted,), end_committed, (RELEASED,)),
     ((RELEASED,), (Commit,), commit_again, ()),
     ((RELEASED,), (MakeOffer,), report_again, ()),
-    ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), withdraw_again, ()),
+    ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), reply_done, ()),
     ((RELEASED,), (ExtendOffer, SealOffer, Acquire, Renew, Release), refuse_ended, ()),
 )
