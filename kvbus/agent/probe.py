@@ -35,6 +35,8 @@ _LOGGED = {
     "UCX_LOG_FILE": "stderr",
     "UCX_PROTO_INFO": "y",
 }
+_ANY_PORT = {"UCX_TCP_PORT_RANGE": "0"}
+"""The agent may need all ports of its range."""
 _READ_TABLE = "remote memory read by ucp_get"
 _EMULATED = "software emulation"
 _UCX_VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
@@ -63,11 +65,21 @@ class MeasuredRead:
 
 
 async def measure_vram_read(
-    gpu: str, *, over_ipc: bool = False, limit_s: float = READ_WITHIN_S
+    gpu: str,
+    *,
+    over_ipc: bool = False,
+    limit_s: float = READ_WITHIN_S,
+    backends: Backends = UCX_ONLY,
 ) -> MeasuredRead:
     """Read from the GPU to itself; without ``over_ipc``, as if from another machine."""
     tls = os.environ.get("UCX_TLS", "")
-    return await measure_read(gpu, limit_s=limit_s, tls=tls if over_ipc else _without_ipc(tls))
+    return await measure_read(
+        gpu,
+        limit_s=limit_s,
+        tls=tls if over_ipc else _without_ipc(tls),
+        backends=backends,
+        env=_ANY_PORT,
+    )
 
 
 async def measure_read(
