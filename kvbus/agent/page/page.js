@@ -72,6 +72,10 @@ function drawFigures(live) {
   const engines = Object.entries(live.status.engines);
   list.push(...engines.map(([name, ready]) => [ready ? "engine" : "engine, not ready", name]));
   if (!engines.length) list.push(["engines", "none"]);
+  for (const pool of Object.values(live.status.pools)) {
+    const lost = pool.is_attached ? "" : ", engine gone";
+    list.push([`pool of ${pool.engine_id}`, `${pool.num_offers} offers, ${size(pool.used_bytes)} of ${size(pool.size_bytes)}${lost}`]);
+  }
   for (const one of live.status.processes) {
     const use = one.pid ? `pid ${one.pid}, ${one.cpu_s.toFixed(1)} s CPU, ${size(one.memory_bytes)}` : "does not run";
     const restarts = one.num_restarts ? `, restarted ${one.num_restarts} times: ${one.last_end}` : "";

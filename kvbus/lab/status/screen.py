@@ -116,6 +116,10 @@ def _holdings(view: Between) -> Iterator[tuple[str, str]]:
         yield "engines", "none"
     for what, count in status.counts.items():
         yield what.replace("_", " "), str(count)
+    for pool in status.pools.values():
+        used, size = bytes_text(pool.used_bytes), bytes_text(pool.size_bytes)
+        lost = "" if pool.is_attached else "; the engine is gone"
+        yield f"pool of {pool.engine_id}", f"{pool.num_offers} offers, {used} of {size}{lost}"
     for endpoint, silent_s in status.silent_peers.items():
         yield f"peer {endpoint}", f"has not answered for {silent_s:.0f} s"
     yield from _process_rows(status.processes)

@@ -18,6 +18,7 @@ SLOTS: dict[str, Any] = {
     "staging_bytes": 8 * (64 << 10),
     "mapped": True,
 }
+POOL: dict[str, Any] = {"park_bytes": 2 << 20, "park_after_s": 3600.0}
 WITHIN_S = 240.0
 """For anything that starts CUDA in a new process."""
 
@@ -42,7 +43,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared_gpu_agents() -> Iterator[Agents]:
     """A prefill agent, and a decode agent for each way of reading, ended with the session."""
     with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill", **SLOTS))
+        agents.start(agents.prepare("prefill", **POOL, **SLOTS))
         for path in READERS:
             agents.start(agents.prepare("decode", path=path, digest="full", **SLOTS))
         yield agents

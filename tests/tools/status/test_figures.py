@@ -7,7 +7,7 @@ from msgspec import structs
 
 from kvbus.console import text_of
 from kvbus.lab.status.screen import Between, screen
-from kvbus.protocol import AgentRole, AgentStatus, Live
+from kvbus.protocol import AgentRole, AgentStatus, Live, PoolStatus
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0, math.inf)
 STATUS = AgentStatus(
@@ -84,3 +84,16 @@ def test_what_all_agents_do_stands_above_what_any_of_them_holds() -> None:
     names = [row[0] for row in rows if row]
     assert names.index("read") < names.index("engines")
     assert ["read", "500", "kB/s"] in rows
+
+
+def test_pools_are_shown_with_their_use_and_whether_the_engine_is_gone() -> None:
+    pools = {
+        f"parked-{number}": PoolStatus(f"p{number}", "one", 3 << 20, 1 << 20, 2, is_attached)
+        for number, is_attached in enumerate((True, False))
+    }
+    status = structs.replace(STATUS, pools=pools)
+    text = text_of(screen({"p": Between(structs.replace(look(1.0), status=status))}))
+
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "pool of p0 2 offers, 1 MiB of 3 MiB" in lines
+    assert "pool of p1 2 offers, 1 MiB of 3 MiB; the engine is gone" in lines
