@@ -35,6 +35,8 @@ _LOGGED = {
     "UCX_LOG_FILE": "stderr",
     "UCX_PROTO_INFO": "y",
 }
+_ANY_PORT = {"UCX_TCP_PORT_RANGE": "0"}
+"""The agent may need all ports of its range."""
 _READ_TABLE = "remote memory read by ucp_get"
 _EMULATED = "software emulation"
 _UCX_VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
@@ -63,11 +65,21 @@ class MeasuredRead:
 
 
 async def measure_vram_read(
-    gpu: str, *, over_ipc: bool = False, limit_s: float = READ_WITHIN_S
+    gpu: str,
+    *,
+    over_ipc: bool = False,
+    limit_s: float = READ_WITHIN_S,
+    backends: Backends = UCX_ONLY,
 ) -> MeasuredRead:
     """Read from the GPU to itself; without ``over_ipc``, as if from another machine."""
     tls = os.environ.get("UCX_TLS", "")
-    return await measure_read(gpu, limit_s=limit_s, tls=tls if over_ipc else _without_ipc(tls))
+    return await measure_read(
+        gpu,
+        limit_s=limit_s,
+        tls=tls if over_ipc else _without_ipc(tls),
+        backends=backends,
+        env=_ANY_PORT,
+    )
 
 
 async def measure_read(
@@ -78,9 +90,9 @@ async def measure_read(
     backends: Backends = UCX_ONLY,
     env: Mapping[str, str] = NO_SETTINGS,
 ) -> MeasuredRead:
-    """Read between two processes with the first backend, from a GPU to itself or in the host."""
+    """Read from a GPU to itself, or from host memory, with the first backend."""
     env = {**_LOGGED, **env, **({"UCX_TLS": tls} if tls else {})}
-    arguments = device, msgspec.json.encode(backends).decode()
+    arguments = msgspec.json.encode(backends).decode(), device
     pair = await run_pair("kvbus.data.bare_agent", *arguments, limit_s=limit_s, env=env)
     wire, is_emulated = wire_in(pair.log)
     version = _UCX_VERSION.search(pair.log)

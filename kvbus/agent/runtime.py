@@ -27,6 +27,7 @@ from kvbus.agent.data_plane import (
 from kvbus.agent.engine_directory import EngineDirectory, Reception
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import AgentMetrics, Refusals
+from kvbus.agent.probe import measure_vram_read
 from kvbus.agent.processes import READINGS as PROCESS_READINGS
 from kvbus.agent.processes import ProcessReport
 from kvbus.agent.service import Agent, Service
@@ -456,6 +457,7 @@ def _staging(config: AgentConfig, data: DataProcess, interfaces: tuple[str, ...]
         only=config.exposure == "staging",
         nic_reads_gpu=config.gpu_slots == "auto" and has_rdma(interfaces),
         on_gpu=config.gpu_slots == "gpu",
+        measure_read=partial(measure_vram_read, backends=config.backends),
     )
 
 

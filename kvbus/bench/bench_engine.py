@@ -6,6 +6,7 @@ is 8 bytes of a head, or of a block; heads have their numbers in the model.
 
 import asyncio
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbus.engine import AgentRole, KvCache, RankMemory
+from kvbus.engine import AgentRole, KvCache, Offer, Outcome, RankMemory
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import BlockTable, KvPart, lay_out_rank, num_blocks_for
 from kvbus.lab.lab_engine import Engine
@@ -191,6 +192,16 @@ class BenchEngine(Engine):
         )
         return [one.ticket for one in offered]
 
+    async def park(self) -> float:
+        (offered,) = self.offers
+        began_s = time.perf_counter()
+        if not isinstance(offered.offer, Offer):
+            raise KVBusError("offers of host blocks are not parked")
+        await offered.offer.park()
+        if (outcome := await offered.ended) is not Outcome.PARKED:
+            raise KVBusError(f"an offer was {outcome}, not parked")
+        return time.perf_counter() - began_s
+
     def _fill(self) -> None:
         for number, heads, words in self._parts():
             blocks, slots = (torch.arange(size) for size in words.shape[:2])
@@ -270,6 +281,10 @@ class Engines:
 
     async def offer(self, name: str, requests: list[Request]) -> list[Ticket]:
         return await self._engines[name].offer_all(requests)
+
+    async def park(self, name: str) -> float:
+        """Park the engine's only offer; return the seconds until its blocks are free."""
+        return await self._engines[name].park()
 
     async def settle(self, name: str) -> list[tuple[float, float]]:
         return await self._engines[name].settle()

@@ -5,14 +5,13 @@ The limit is a bare NIXL READ, a memcpy for mapped memory, or `floor` for small 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from statistics import median
 
 import anyio
-import numpy as np
 
 from kvbus.bench.bench_engine import (
     BIG,
@@ -40,7 +39,8 @@ from kvbus.bench.figures import (
     stages,
 )
 from kvbus.bench.floor import floor
-from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair
+from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair, memcpy
+from kvbus.bench.park_case import measure_park
 from kvbus.bench.run import Cases
 from kvbus.histograms import added_counts, histogram_quantile
 
@@ -147,17 +147,6 @@ async def measure_reshape(
         *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),
         Figure(f"descriptors of {NAIVE}", len(rows.local)),
     ]
-
-
-def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
-
-    async def copy_s() -> float:
-        began = time.perf_counter()
-        np.copyto(target, source)
-        return time.perf_counter() - began
-
-    return copy_s
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
@@ -369,4 +358,5 @@ CASES: Cases = {
     "tp-1-to-2": partial(measure_reshape, source=NHD_1, target=NHD_2, packed=8.0),
     "hnd-to-nhd": partial(measure_reshape, source=HND_1, target=NHD_1),
     "large": measure_large,
+    "park": measure_park,
 }

@@ -17,8 +17,8 @@ EVERY_TIME = (
     *("contiguous-64m", "scattered-256k", "scattered-16k", "fixed", "rate", "load", "idle"),
     *("tp-1-to-2", "hnd-to-nhd"),
 )
-CASES = (*EVERY_TIME, "large")
-"""In order of measurement. ``large`` needs 9 GiB, so it runs only on request."""
+CASES = (*EVERY_TIME, "large", "park")
+"""In order of measurement. The last two run only on request; ``large`` needs 9 GiB."""
 GPU_CASES = (
     "contiguous",
     "scattered-256k",

@@ -4,9 +4,14 @@ import contextlib
 import http.client
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+)
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -96,6 +101,9 @@ class BenchSource:
         requests = [(uuid.uuid4().hex, one.num_tokens, one.prefill.tolist()) for one in tables]
         return await self.engines.request(list[Ticket], "offer", name=self.name, requests=requests)
 
+    async def park(self) -> float:
+        return await self.engines.request(float, "park", name=self.name)
+
     async def ended(self) -> list[tuple[float, float]]:
         return await self.engines.request(list[tuple[float, float]], "settle", name=self.name)
 
@@ -184,6 +192,14 @@ class Bench:
         await pair.read_s("verify")
         return pair
 
+    async def with_prefill_agent(self, label: str, settings: Settings) -> "Bench":
+        """Start another prefill agent and its engines' process, for the current case."""
+        started = agent("prefill", self.folder, label=label, settings=settings)
+        prefill = self.opened.enter_context(started)
+        process = _prefill_engines(prefill, self.folder / f"{label}-engines.log")
+        engines = await self.opened.enter_async_context(process)
+        return replace(self, agents={**self.agents, "prefill agent": prefill}, engines=engines)
+
     def cpu_s(self) -> dict[str, float]:
         return {
             **{name: agent.child.cpu_s() for name, agent in self.agents.items()},
@@ -203,7 +219,22 @@ async def running(
         for role in ("prefill", "decode"):
             started = agent(role, folder, settings=settings.get(role, DEFAULTS))
             agents[f"{role} agent"] = stack.enter_context(started)
-        path, log = str(agents["prefill agent"].attach_path), folder / "prefill-engines.log"
-        process = engine_process("prefill engine", "kvbus.bench.bench_engine", path, log=log)
+        process = _prefill_engines(agents["prefill agent"], folder / "prefill-engines.log")
         async with process as engines:
             yield Bench(agents, engines, folder, stack, devices)
+
+
+def _prefill_engines(agent: BenchAgent, log: Path) -> AbstractAsyncContextManager[EngineChild]:
+    path = str(agent.attach_path)
+    return engine_process("prefill engine", "kvbus.bench.bench_engine", path, log=log)
+
+
+def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+
+    async def copy_s() -> float:
+        began = time.perf_counter()
+        np.copyto(target, source)
+        return time.perf_counter() - began
+
+    return copy_s

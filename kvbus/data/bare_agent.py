@@ -1,4 +1,4 @@
-"""A bare NIXL process: ``python -m kvbus.data.bare_agent GPU|host BACKENDS target|reader``.
+"""A bare NIXL process: ``python -m kvbus.data.bare_agent BACKENDS GPU|host target|reader``.
 
 It lends memory and drives NIXL, or posts all descriptors together and spins until they are done.
 Stdin of the two is a socket between them; the reader prints its result.
@@ -179,7 +179,7 @@ def _long_row(number: int) -> Rows:
 
 
 def main() -> None:
-    _, device, backends, role = sys.argv
+    _, backends, device, role = sys.argv
     agent = BareAgent(device=device, backends=msgspec.json.decode(backends, type=Backends))
     with socket.socket(fileno=0) as sock, sock.makefile("rwb") as stream:
         if role == "target":

@@ -211,6 +211,11 @@ class Engine:
         return released
 
     @property
+    def offers(self) -> list["Offered"]:
+        """Live offers."""
+        return list(self._offers)
+
+    @property
     def _num_left(self) -> int:
         return self.num_held + len(self._offers)
 

@@ -31,7 +31,7 @@ from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.facts import PARAMS_KEY, Requests, TicketAndToken, name_of
 from kvbus.integrations.sglang.options import Options
 from kvbus.integrations.sglang.places import BootstrapServer, PlaceRequest, Places
-from kvbus.integrations.sglang.steps import ATTRIBUTE, Steps
+from kvbus.integrations.sglang.steps import ATTRIBUTE, LaunchedSteps
 from kvbus.protocol.engine import AgentRole, Outcome
 
 logger = logging.getLogger("sglang.kvbus")
@@ -74,7 +74,7 @@ class Manager(CommonKVManager):
             role=role,
             logger=logger,
         ).start()
-        self.steps = Steps(self.link, self.scheduler)
+        self.steps = LaunchedSteps(self.link, self.scheduler)
         setattr(self.scheduler, ATTRIBUTE, self.steps)
 
     def lora_name(self, lora_id: str | None) -> str:

@@ -230,7 +230,7 @@ class DecodeService(Service):
     def _part_requested(self, part: FetchPart, caller: Part) -> ev.Requested:
         engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         ticket = self._tickets.read(part.ticket)
-        pool = ev.Pool(part.pool_id, part.pool_instance) if part.pool_id else None
+        pool = ev.PoolName(part.pool_id, part.pool_instance) if part.pool_id else None
         route = self.routes.find(pool.holds(ticket) if pool else ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
             route.close()  # a rank of the prefill engine has restarted since

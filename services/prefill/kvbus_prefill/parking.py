@@ -22,7 +22,7 @@ from kvbus_prefill.pool import Pool, open_pool
 
 log = structlog.get_logger()
 
-COPIES_AT_ONCE = 4
+COPIES_AT_ONCE = 16
 LOOKS_EVERY_S = 0.01
 RETRY_S = 1.0
 """Pause after a copy that failed."""

@@ -86,7 +86,7 @@ def refused(folder: Path) -> dict[str, Refused]:
         ),
         "a backend that NIXL lacks": (
             "decode",
-            {"nixl_backends": ["UCX", "Mooncake"]},
+            {"nixl_backends": ["UCX", "Mooncake"], "mapped": True},
             "error: key 'nixl_backends': backend 'Mooncake' cannot be loaded: .* NIXL has .*UCX",
         ),
         "a backend for files": (

@@ -17,7 +17,7 @@ USUAL = {
     *("contiguous-64m", "scattered-256k", "scattered-16k", "fixed", "rate", "load", "idle"),
     *("tp-1-to-2", "hnd-to-nhd"),
 }
-WHEN_ASKED = ("large",)
+WHEN_ASKED = ("large", "park")
 Case = dict[str, dict[str, Any]]
 
 
@@ -92,6 +92,16 @@ def test_figures_of_a_case_fit_together() -> None:
     assert scattered["raw READ"] * scattered["raw READ p50"] * 1e6 == pytest.approx(size, rel=1e-3)
     paths = {"auto vs naive READ", "mapped", "direct", "packed", "memcpy"}
     assert found["tp-1-to-2"].keys() >= paths
+
+
+@pytest.mark.timeout(300)
+def test_parking_is_measured_beside_memcpy_and_the_engine() -> None:
+    (case,) = cases("--only", "park").values()
+    check_speeds(case)
+    values = {name: one["value"] for name, one in case.items()}
+    for label in ("mapped", "unmapped"):
+        pool, engine = (values[f"{label}, from the {which} p50"] for which in ("pool", "engine"))
+        assert values[f"{label}: pool vs engine"] == pytest.approx(pool / engine, rel=1e-2)
 
 
 @pytest.mark.timeout(300)

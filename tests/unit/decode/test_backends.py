@@ -52,10 +52,32 @@ async def test_readers_first_shared_backend_is_used_also_after_restarts(folder: 
     async with neighbours(folder, prefill=theirs, decode=ours) as both, both.engines() as engines:
         assert await works(*engines)
         assert backends(both) == [TWIN]
+        assert both.prefill.runtime.agent.data.num_progress, "LIBFABRIC's readers connect by it"
         for agent in (both.prefill.runtime.agent, both.decode.agent):
             await restart(agent.data)
             assert await works(*engines)
             assert backends(both) == [TWIN]
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("name", ["UCX", TWIN])
+async def test_blocked_data_process_is_replaced_soon_without_ucx(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """UCX does not wait for peers in its calls."""
+    monkeypatch.setattr("kvbus.agent.data_plane.CHECK_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvbus.agent.data_plane.BLOCKED_AFTER_S", 0.3)
+    (folder / "d").mkdir(mode=0o700)
+    async with decode_agent(folder / "d", path="direct", nixl_backends=[name]) as agent:
+        data = agent.agent.data
+        boot = data.boot
+        os.kill(data.status().pid, signal.SIGSTOP)
+        if name == "UCX":
+            await until(lambda: agent.agent.data_plane.silent_s > 1.0)
+            assert data.boot == boot
+        else:
+            await until(lambda: data.boot not in ("", boot))
+            assert "had not answered" in data.last_end
 
 
 @pytest.mark.usefixtures("plugins")
