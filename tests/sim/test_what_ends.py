@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvbus.protocol import AgentRole, Outcome
-from kvbus_decode.holds import KEEP_S
 from kvbus_decode.remote_agent import REFUSED_S
 from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.handoffs import Handoff, Plan
@@ -332,6 +331,7 @@ def test_restarted_engine_hears_nothing_of_its_predecessor() -> None:
         assert world.works()
 
 
+KEEP_S = 15.0
 HELD = Plan(num_tokens=16, ttl_s=3.0, fetch_after_s=40.0, is_held=True)
 """Its fetch comes long after its time to wait."""
 
