@@ -185,7 +185,7 @@ class EngineDirectory:
         return engine
 
     def find(self, engine_id: str) -> LocalEngine | None:
-        return self.engines.get(engine_id) or self.pools.get(engine_id)
+        return self.pools.get(engine_id) or self.engines.get(engine_id)
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
         engine = self.find(engine_id)
@@ -274,8 +274,9 @@ class EngineDirectory:
         validate_engine(spec)
         if spec.engine_id != process.engine_id:
             raise LocalError(f"hello named '{process.engine_id}', register '{spec.engine_id}'")
-        if process.engine is not None:
-            raise LocalError("this session is registered", code=ErrorCode.ENGINE_CONFLICT)
+        if process.engine is not None or spec.engine_id in self.pools:
+            what = "this session is registered" if process.engine else "a pool has this id"
+            raise LocalError(what, code=ErrorCode.ENGINE_CONFLICT)
         engine = self.engines.get(spec.engine_id) or LocalEngine(spec)
         taken = engine.control if wanted.rank is None else engine.ranks.get(wanted.rank.rank)
         if engine.spec != spec or taken is not None:

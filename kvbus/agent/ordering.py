@@ -127,8 +127,8 @@ class Ordering:
                 one = queue.popleft()
                 _stop(one)
                 one.refuse(engine_lost())
-        for word in [key for key in self._words if key[0] is engine]:
-            del self._words[word]
+        for at in [key for key in self._words if key[0] is engine]:
+            self._words.pop(at).heap.clear()  # `_poll` may be at it
 
     def close(self) -> None:
         for engine in {engine for engine, _ in self._queues}:
@@ -147,7 +147,9 @@ class Ordering:
             self._poll_timer = self._loop.call_later(0.0, self._poll)
 
     def _poll(self) -> None:
-        self._poll_timer = None
+        self._num_polls += 1
+        pause_s = POLL_S if self._num_polls > FIRST_POLLS else 0.0
+        self._poll_timer = self._loop.call_later(pause_s, self._poll)
         for at, word in list(self._words.items()):
             reached = word.engine.sequence_at(word.number)
             while word.heap and word.heap[0][0] <= reached:
@@ -155,10 +157,9 @@ class Ordering:
                 self._reach(one)
             if not word.heap and self._words.get(at) is word:
                 del self._words[at]
-        if self._words:
-            self._num_polls += 1
-            pause_s = POLL_S if self._num_polls > FIRST_POLLS else 0.0
-            self._poll_timer = self._loop.call_later(pause_s, self._poll)
+        if not self._words and self._poll_timer is not None:
+            self._poll_timer.cancel()
+            self._poll_timer = None
 
     def _reach(self, one: _Waiting) -> None:
         _stop(one)
@@ -181,7 +182,9 @@ class Ordering:
         self._advance(one.key)
 
     def _advance(self, key: Key) -> None:
-        queue = self._queues[key]
+        queue = self._queues.get(key)
+        if queue is None:
+            return  # its engine was lost
         while queue and queue[0].timer is None:
             queue.popleft().start()
         if not queue and self._queues.get(key) is queue:

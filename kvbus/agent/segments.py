@@ -27,7 +27,14 @@ from kvbus.errors import (
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
-from kvbus.memory.mapping import CellsPage, MappedFile, PassedFile, SequencePage, do_all
+from kvbus.memory.mapping import (
+    CellsPage,
+    MappedFile,
+    PassedFile,
+    SequencePage,
+    check_descriptors,
+    do_all,
+)
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentKind, SegmentPassed
@@ -130,13 +137,17 @@ class Segments:
             self.cells = CellsPage(passed)
 
     async def take_cuda(self, segment: PassCuda, fds: list[int]) -> Empty:
+        if self._is_discarded:
+            raise _ended()
         if len(fds) != len(segment.parts):
             raise ProtocolError(f"{len(segment.parts)} parts came with {len(fds)} descriptors")
+        if fds:
+            check_descriptors(max(fds), segment.size_bytes)
+            self._check_room(f"'{segment.segment_id}'", self._num_parts + len(fds))
         source = GpuSource(segment.device, segment.offset_bytes, segment.handle, segment.parts)
         source.check_kind()
         known = self.passed.get(segment.segment_id)
         if isinstance(known, PassedGpuMemory) and segment.parts:
-            self._check_room(f"'{segment.segment_id}'", len(known.fds) + len(fds))
             known.add(source, segment.size_bytes, fds)
             fds.clear()  # they are the segment's
             return Empty()
@@ -269,6 +280,11 @@ class Segments:
                 "has all of its memory on one device",
                 segment_id=segment_id,
             )
+
+    @property
+    def _num_parts(self) -> int:
+        passed = self.passed.values()
+        return sum(len(one.fds) for one in passed if isinstance(one, PassedGpuMemory))
 
     def _check_room(self, what: str, number: int) -> None:
         if number > MAX_PROCESS_SEGMENTS:

@@ -433,10 +433,11 @@ class DataProcess:
         self._note_end(reason)
         failure = wire.Failure.of(TransferFailed(f"the data process ended: {reason}"))
         pending, self._pending = self._pending, {}
-        for number, on_reply in pending.items():
-            on_reply(wire.DataReply(to=number, error=failure))
-        self.on_change()
-        self._ended.set()
+        with ExitStack() as calls:  # in reverse; each runs, whatever the others raise
+            calls.callback(self._ended.set)
+            calls.callback(self.on_change)
+            for number, on_reply in reversed(pending.items()):
+                calls.callback(on_reply, wire.DataReply(to=number, error=failure))
 
     def _note_not_running(self) -> None:
         if self._started.is_set():

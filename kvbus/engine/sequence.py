@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from kvbus.errors import LocalError, SegmentError
+from kvbus.errors import ClosedError, LocalError, SegmentError
 from kvbus.memory.cuda.sequence import StreamWords
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.engine import NUM_SEQUENCE_WORDS, SEQUENCE_BYTES
@@ -43,9 +43,11 @@ class PageView:
     @classmethod
     def open(cls, page: PageName) -> Self | None:
         """Return None if it is not on this machine, or its process has ended."""
-        path = f"/proc/{page.pid}/fd/{page.fd}"
+        path = Path(f"/proc/{page.pid}/fd/{page.fd}")
         try:
-            fd = os.open(path, os.O_RDONLY)
+            if not str(path.readlink()).startswith(f"/memfd:{page.name} "):
+                return None
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:
@@ -91,6 +93,7 @@ class GpuWords(HostWords):
         super().__init__()
         self._ordinal, self._lock = ordinal, threading.Lock()
         self._opened: StreamWords | None = None
+        self._last: dict[int, int] = {}
 
     def open(self) -> None:
         self._streams()
@@ -101,10 +104,16 @@ class GpuWords(HostWords):
         return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else stream or 0
 
     def write(self, stream: int, number: int) -> None:
-        self._streams().write(stream, number % NUM_SEQUENCE_WORDS, number)
+        word = number % NUM_SEQUENCE_WORDS
+        self._streams().write(stream, word, number)
+        self._last[word] = number
 
+    # GPU work may never end, as that of a lost peer. A GPU that still writes keeps the page.
     def close(self) -> None:
         opened, self._opened = self._opened, None
+        if any(self._words[word] < number for word, number in self._last.items()):
+            _kept.append((self, opened))
+            return
         if opened is not None:
             with suppress(SegmentError):  # CUDA is lost: nothing writes any more
                 opened.close()
@@ -117,6 +126,10 @@ class GpuWords(HostWords):
             return self._opened
 
 
+_kept: list[tuple[GpuWords, StreamWords | None]] = []
+"""Pages that streams will write; they stay until this process ends."""
+
+
 class Recorder:
     """The pages of a link: one for host memory, one for each GPU. Thread-safe."""
 
@@ -124,7 +137,7 @@ class Recorder:
         self._pages: dict[int | None, HostWords] = {}
         self._counts: dict[tuple[int, ...], int] = {}
         """Last number by stream; the order of streams numbers them."""
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), False
 
     def page(self, ordinal: int | None) -> HostWords:
         """``ordinal`` is that of the GPU, or None for host memory."""
@@ -144,6 +157,8 @@ class Recorder:
             raise LocalError("the link's memory is on several devices: record() takes no stream")
         streams = tuple(page.stream(stream) for page in pages)
         with self._lock:  # the writes of one word keep the order of its numbers
+            if self._is_closed:
+                raise ClosedError("the link is closed")
             if number is None:
                 number = self._next(streams)
             for page, handle in zip(pages, streams, strict=True):
@@ -151,8 +166,10 @@ class Recorder:
         return number
 
     def close(self) -> None:
-        for page in self._pages.values():
-            page.close()
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            for page in () if was_closed else self._pages.values():
+                page.close()
 
     def _next(self, streams: tuple[int, ...]) -> int:
         last = self._counts.get(streams)

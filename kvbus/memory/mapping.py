@@ -167,7 +167,7 @@ class PassedFile:
             with _segment_errors(size_bytes, borrowed=False):
                 self.sealed = _check_segment(fd, size_bytes)
                 self.is_lendable = _try_reopen(fd)
-                _check_descriptors(fd, size_bytes)
+                check_descriptors(fd, size_bytes)
         except BaseException:
             os.close(fd)
             raise
@@ -271,7 +271,8 @@ def _check_segment(fd: int, size_bytes: int, *, reserve: bool = True) -> bool:
     return sealed
 
 
-def _check_descriptors(fd: int, size_bytes: int) -> None:
+def check_descriptors(fd: int, size_bytes: int) -> None:
+    """Raise `SegmentError` (busy) if the process has few files left."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The kernel returns the lowest free number, so this one shows how many files are open.
     if fd * 100 >= limit * _SEGMENTS_PERCENT:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvbus.errors import KVBusError, SegmentError, TransferFailed
 from kvbus.memory.cuda import driver
-from kvbus.memory.cuda.slots import PinnedMemory
+from kvbus.memory.cuda.slots import PinnedMemory, VramMemory
 from kvbus.planning import Lattice, Runs
 
 KERNELS = Path(__file__).with_name("copy_lattice.ptx")
@@ -57,6 +57,8 @@ class GpuCopier:
         self.ordinal, self._on_lost = ordinal, on_lost
         self._threads = threading.local()
         self._kernels = _kernels(ordinal)
+        with driver.on_gpu(ordinal):  # a full GPU is an error of the first engine, not of a copy
+            self._spare = [_Lane(ordinal)]
         self._max_blocks = BLOCKS_A_PROCESSOR * driver.attribute(ordinal, driver.NUM_PROCESSORS)
 
     def copy(self, runs: Runs) -> None:
@@ -107,7 +109,11 @@ class GpuCopier:
     def _lane(self) -> "_Lane":
         lane: _Lane | None = getattr(self._threads, "lane", None)
         if lane is None:
-            lane = self._threads.lane = _Lane(self.ordinal)
+            try:
+                lane = self._spare.pop()
+            except IndexError:
+                lane = _Lane(self.ordinal)
+            self._threads.lane = lane
         return lane
 
     def _launch(self, lane: "_Lane", one: Lattice) -> None:
@@ -129,11 +135,10 @@ class _Lane:
     """A thread's stream, memory for the offsets that its kernels read, and room for results."""
 
     def __init__(self, ordinal: int) -> None:
-        self._ordinal, self.stream = ordinal, driver.new_stream()
-        self._offsets = PinnedMemory(OFFSETS_BYTES, ordinal)
-        self._room = self._offsets
-        self._on_gpu = driver.allocate(OFFSETS_BYTES)
-        self._used_bytes = 0
+        self._ordinal, self._used_bytes = ordinal, 0
+        self._offsets = self._room = PinnedMemory(OFFSETS_BYTES, ordinal)
+        self._on_gpu = VramMemory(OFFSETS_BYTES, ordinal)
+        self.stream = driver.new_stream()
 
     def upload(self, one: Lattice) -> int:
         """Return the address on the GPU."""
@@ -144,7 +149,7 @@ class _Lane:
         first, end = self._used_bytes, self._used_bytes + offsets.nbytes
         self._offsets.bytes[first:end] = offsets.reshape(-1).view(np.uint8)
         self._used_bytes = end
-        source, target = self._offsets.address + first, self._on_gpu + first
+        source, target = self._offsets.address + first, self._on_gpu.address + first
         driver.copy_async(target, source, offsets.nbytes, self.stream)
         return target
 

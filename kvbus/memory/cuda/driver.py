@@ -156,7 +156,11 @@ def pin(address: int, size_bytes: int) -> int:
     host, size = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
     call("cuMemHostRegister_v2", host, size, ctypes.c_uint(_PORTABLE_AND_MAPPED))
     found = ctypes.c_uint64()
-    call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, ctypes.c_uint(0))
+    try:
+        call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, ctypes.c_uint(0))
+    except SegmentError:
+        unpin(address)
+        raise
     return found.value
 
 

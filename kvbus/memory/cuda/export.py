@@ -54,7 +54,10 @@ class GpuMemory:
     def _export(self) -> Exported:
         try:
             handle = driver.retain_part(self.address)
-            return self._export_whole() if handle is None else self._export_parts(handle)
+            if handle is None:
+                return self._export_whole()
+            driver.release_part(handle)
+            return self._export_parts()
         except SegmentError as error:
             raise SegmentError(
                 f"{self.size_bytes} bytes of GPU {self.device} cannot be opened by another process:"
@@ -72,16 +75,14 @@ class GpuMemory:
         handle = driver.export_handle(base)
         return GpuSource(self.device, self.address - base, handle), []
 
-    def _export_parts(self, handle: int) -> Exported:
-        first, end = _mapping_of(self.address)[0], self.address + self.size_bytes
-        sizes, fds, at = list[int](), list[int](), first
+    def _export_parts(self) -> Exported:
+        at = first = _mapping_of(self.address)[0]
+        end, sizes, fds = self.address + self.size_bytes, list[int](), list[int]()
         try:
             while at < end:
-                fds.append(_export_part(handle))
+                fds.append(_export_part(at))
                 sizes.append(_mapping_of(at)[1])
                 at += sizes[-1]
-                if at < end:
-                    handle = driver.retain_part(at) or 0
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -89,9 +90,9 @@ class GpuMemory:
         return GpuSource(self.device, self.address - first, parts=tuple(sizes)), fds
 
 
-def _export_part(handle: int) -> int:
-    """Release ``handle``, a reference to the physical memory."""
-    if not handle:
+def _export_part(address: int) -> int:
+    handle = driver.retain_part(address)
+    if handle is None:
         raise SegmentError("a part of it is not mapped")
     try:
         if not driver.handle_types_of(handle) & driver.POSIX_DESCRIPTOR:

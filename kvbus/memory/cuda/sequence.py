@@ -24,7 +24,6 @@ class StreamWords:
             driver.write_value(self._on_gpu + 8 * word, number, stream)
 
     def close(self) -> None:
-        """Wait for queued writes; the page may be unmapped afterwards."""
+        """Unpin the page; all queued writes must be there."""
         with driver.on_gpu(self._ordinal):
-            driver.synchronize_all()
             driver.unpin(self._address)

@@ -207,6 +207,15 @@ class DecodeService(Service):
             self._end_hold(engine, request)
             self._leases.decline(request.ticket)
             raise
+        try:
+            self._start_admitted(engine, request, shown, call)
+        except KVBusError:
+            self._end_hold(engine, request)
+            raise
+
+    def _start_admitted(
+        self, engine: LocalEngine, request: StartFetch, shown: Ticket | Rendezvous, call: Call
+    ) -> None:
         rendezvous = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if rendezvous is None else None

@@ -19,7 +19,7 @@ from kvbus_decode.remote_agent import PeerAddress
 
 log = structlog.get_logger()
 
-KEEP_S, INTERVAL_S = 15.0, 5.0
+KEEP_S, INTERVAL_S, LEAST_INTERVAL_S = 15.0, 5.0, 0.5
 """An offer is kept for `KEEP_S` after this agent or its engine crashed."""
 BATCH_S = 0.05
 """Holds that begin within this time are sent together."""
@@ -157,7 +157,7 @@ class OfferKeeper:
         for first in range(0, len(holds), MAX_HELD):
             some = holds[first : first + MAX_HELD]
             request = KeepOffers(tuple(hold.offer for hold in some), KEEP_S)
-            self._peer.request(request, self._interval_s, partial(self._on_reply, some))
+            self._peer.request(request, INTERVAL_S, partial(self._on_reply, some))
 
     def _on_reply(self, holds: list[Hold], reply: OffersKept | KVBusError) -> None:
         if isinstance(reply, KVBusError):
@@ -167,7 +167,7 @@ class OfferKeeper:
         for hold in over:
             if hold in self._held:
                 self._on_over(hold)
-        interval_s = min(INTERVAL_S, reply.keep_s / 3)
+        interval_s = max(LEAST_INTERVAL_S, min(INTERVAL_S, reply.keep_s / 3))
         if interval_s < self._interval_s and self._held:
             self._alarm.cancel()
             self._alarm = self._loop.call_later(interval_s, self._renew)

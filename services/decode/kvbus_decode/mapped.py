@@ -47,6 +47,7 @@ log = structlog.get_logger()
 MAP_WITHIN_S = 2.0
 """A slower prefill agent counts as suspended."""
 MOST_STATES = 256
+MAX_LENT = 4096
 WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
 
@@ -72,18 +73,21 @@ class Lent:
         if key in self.mappings or (key in self.on_gpu and self.on_gpu[key].is_whole):
             raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
         self.num_entries += 1
+        if self.num_entries > MAX_LENT:
+            raise ProtocolError(f"more than {MAX_LENT} segments and parts were lent")
         if cuda is None:
+            self.fds[key] = os.dup(fds[0])
             fd = fds.pop(0)
-            self.fds[key] = os.dup(fd)
             self.mappings[key] = SegmentMapping(fd, size_bytes=segment.size_bytes, borrowed=True)
             return
         parts = (cuda.part_bytes,) if cuda.part_bytes else ()
         source = GpuSource(cuda.device, cuda.offset_bytes, cuda.handle, parts)
-        mine = [fds.pop(0)] if parts else []
+        mine = fds[: len(parts)]
         if key in self.on_gpu:
             self.on_gpu[key].add(source, segment.size_bytes, mine)
         else:
             self.on_gpu[key] = PassedGpuMemory(source, segment.size_bytes, mine)
+        del fds[: len(parts)]  # they belong to the memory now
 
     @property
     def num_whole(self) -> int:
@@ -424,6 +428,8 @@ def _map_some(reply: MemoryLent, fds: list[int], lent: Lent) -> None:
 
 
 def _check_kind(lent: Lent, engine: LocalEngine) -> None:
-    if bool(lent.on_gpu) == (HOST in engine.devices):
-        one, other = ("GPU", "host") if lent.on_gpu else ("host", "GPU")
+    fits = HOST not in engine.devices if lent.on_gpu else engine.devices == {HOST}
+    if not fits or (lent.on_gpu and lent.mappings):
+        one = "GPU" if lent.on_gpu else "host"
+        other = "host" if engine.devices == {HOST} else "GPU"
         raise SegmentError(f"the prefill engine has {one} memory, the decode engine {other} memory")

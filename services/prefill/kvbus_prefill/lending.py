@@ -149,8 +149,9 @@ class MemoryLender:
             raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
         if wanted.cells:
             cells = engine.cells
-            self._have_cells[engine].add(key)
             openers = [cells.reopen] if cells is not None else []
+            if cells is not None:
+                self._have_cells[engine].add(key)
             answer = MemoryLent(self._agent.identity.agent_boot, ())
             return PassingAnswer(to_body(answer), _opened(openers))
         lent = [one for segment in _segments(engine) for one in _entries(*segment)]

@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 COPIES_AT_ONCE = 16
 LOOKS_EVERY_S = 0.01
+MAX_POOLS = 16
 RETRY_S = 1.0
 """Pause after a copy that failed."""
 
@@ -51,6 +52,7 @@ class Parking:
         self._dispatch, self._on_closed = dispatch, on_closed
         self._pools: list[Pool] = []
         self._opening: set[LocalEngine] = set()
+        self._one_opens = asyncio.Lock()
         self._short: set[LocalEngine] = set()
         self._waiting: dict[str, float] = {}
         """Candidates, by the time at which they are due, which ascends."""
@@ -90,7 +92,11 @@ class Parking:
             self._close_unused(pool)
 
     async def _open(self, engine: LocalEngine) -> None:
-        pool = await open_pool(self._agent, engine, self._config.park_bytes)
+        async with self._one_opens:  # else two would count the same free memory
+            if len(self._pools) >= MAX_POOLS:
+                message = f"{MAX_POOLS} pools are open, which is the limit"
+                raise LocalError(message, code=ErrorCode.BUSY)
+            pool = await open_pool(self._agent, engine, self._config.park_bytes)
         self._opening.discard(engine)
         self._pools.append(pool)
         self._agent.engines.pools[pool.local.engine_id] = pool.local
@@ -124,9 +130,11 @@ class Parking:
         self._agent.publisher.publish(event, body)
 
     async def _release(self, pool: Pool) -> None:
-        await pool.segments.discard()
-        await asyncio.sleep(self._config.late_read_s if pool.local.is_direct else 0)
-        pool.segments.remove()
+        try:
+            await pool.segments.discard()
+            await asyncio.sleep(self._config.late_read_s if pool.local.is_direct else 0)
+        finally:
+            pool.segments.remove()
         for engine in self._agent.engines.engines.values():  # the memory is free now
             if engine.ready and engine not in self._opening:
                 self.on_engine_ready(engine)
@@ -156,6 +164,7 @@ class Parking:
                 self._due[offer_id] = None
                 self._look_at(now)
             else:
+                self._due.pop(offer_id, None)
                 self._waiting[offer_id] = now + after_s
                 self._look_at(now if self._is_short(offer) else now + after_s)
 
@@ -202,8 +211,10 @@ class Parking:
         self._timer, self._looked_at = None, self._agent.loop.time()
         if len(self._copying) >= COPIES_AT_ONCE:
             return  # the end of a copy looks again
+        full: set[str] = set()
         for offer in sorted(self._parkable(), key=lambda one: one.expires_at, reverse=True):
-            self._start(offer)
+            if offer.engine_id not in full and not self._start(offer):
+                full.add(offer.engine_id)
             if len(self._copying) >= COPIES_AT_ONCE:
                 return
         if self._waiting:
@@ -218,7 +229,7 @@ class Parking:
             self._due[offer_id] = None
         live = self._offers.live
         early = [one for one in self._waiting if self._is_short(live.get(one))]
-        for offer_id in (*self._due, *early):
+        for offer_id in dict.fromkeys((*self._due, *early)):
             offer = live.get(offer_id)
             if offer is None or not offer.may_be_parked:
                 self._due.pop(offer_id, None)
@@ -232,17 +243,19 @@ class Parking:
         attached = (one for one in self._pools if one.engine is not None)
         return next((one for one in attached if one.engine_id == engine_id), None)
 
-    def _start(self, offer: OfferEntry) -> None:
+    def _start(self, offer: OfferEntry) -> bool:
+        """Start the copy; return False if there is no pool, or no room in it."""
         pool = self._pool_of(offer.engine_id)
         pooled = None if pool is None else pool.take(offer)
         if pool is None or pooled is None:
-            return
+            return False
         copy, plan = pool.copy_job(offer, pooled)
         end = partial(self._end, offer.offer_id, pooled)
         try:
             self._copying[offer.offer_id] = self._agent.data.start(copy, end, uses=(plan,))
         except KVBusError as error:
             self._fail(offer.offer_id, pooled, error)
+        return True
 
     def _end(self, offer_id: str, pooled: ev.Pooled, reply: wire.DataReply) -> None:
         del self._copying[offer_id]

@@ -16,6 +16,8 @@ from kvbus.table.table import Context as AnyContext
 from kvbus.table.table import History
 from kvbus_decode.fetch import events as ev
 
+MAX_MOVES = 2
+
 
 class FetchState(StrEnum):
     """State of a fetch; the end is reported before ``draining``."""
@@ -290,8 +292,11 @@ class FetchEntry:
             self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
 
     def move_to(self, pool: ev.PoolName | None) -> bool:
-        """Continue in a pool; return False without one, or if it is the current one."""
-        if pool is None or pool == self.requested.pool:
+        """Continue in a pool; return False without one, or after `MAX_MOVES`.
+
+        An offer is parked once, and its agent may restart.
+        """
+        if pool is None or pool == self.requested.pool or self.num_moves == MAX_MOVES:
             return False
         self.requested = replace(self.requested, pool=pool)
         self.num_moves += 1

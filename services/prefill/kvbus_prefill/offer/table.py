@@ -92,6 +92,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_token(pack.epoch, pack.token)
         if offer.live_lease(pack.epoch).expires_at <= now:  # `_expire` may be late
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
+        check_right(pack.engine_id, offer.memory_engine_id)
         offer.check_tile(pack, is_state=is_state)
 
     def check_digest(self, request: Digest, *, is_state: bool) -> None:

@@ -433,7 +433,7 @@ TRANSITIONS = transitions(
     ((PARKED, RELEASED), (ParkOffer,), reply_done, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Decline), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
-    (HELD, (ev.CellsRevoked, ev.CellsChecked), ignore, ()),
+    (LIVE, (ev.CellsRevoked, ev.CellsChecked), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     ((PARKED,), (DeadlinePassed,), expire, (PARKED, RELEASED)),
