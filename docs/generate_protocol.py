@@ -55,8 +55,10 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "agent types": (
         geometry.Tile,
         peer.EngineMemory,
+        peer.HeldOffer,
         attach.MemorySocket,
         attach.LentSegment,
+        attach.LentCuda,
         attach.LentCuda,
     ),
     "tool types": (

@@ -3,6 +3,7 @@
 Keys and what they mean are those of the configuration, metrics and theirs those that agents serve.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
             return f" = {value:g}"
         case str(value) if value:
             return f" = {value}"
+        case tuple(value) if value:
+            return f" = {json.dumps(value)}"
     return ""
 
 

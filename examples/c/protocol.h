@@ -55,6 +55,8 @@ enum {
    -> fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
    [whole_blocks], [num_tokens], [attempts] */
 #define KVBUS_OP_FETCH "fetch"
+/* ticket -> nothing */
+#define KVBUS_OP_HOLD "hold"
 /* fetch_id, [release_offer] -> nothing */
 #define KVBUS_OP_CANCEL "cancel"
 

@@ -105,7 +105,9 @@ def _complain(error: KVBusError, *, status: int) -> int:
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
     meanings, lines = meanings_of(kind), list[str]()
     for field in msgspec.structs.fields(kind):
-        value = _toml(values.get(field.name, field.default))
+        is_made = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if is_made else field.default
+        value = _toml(values.get(field.name, default))
         lines += [f"# {meanings[field.name]}", f"{field.name} = {value}", ""]
     return "\n".join(lines)
 

@@ -13,8 +13,10 @@ from msgspec import Meta
 
 from kvbus.agent.sources import RawConfig, describe_error, gather, kinds_of, variable
 from kvbus.bus import with_brackets
+from kvbus.data.messages import UCX, Backends
 from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.peer import MAX_BACKENDS
 
 DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
     role: {
@@ -28,6 +30,10 @@ DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
 """For keys without a default in a printed configuration, and for the HTTP port."""
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
+ConfiguredBackend = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9_]{1,32}$", extra={"expected": "names such as UCX or LIBFABRIC"}),
+]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
 CLOSES_WITHIN_S = 3.0
@@ -68,6 +74,14 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     data_ports: Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = ""
     """TCP ports, FIRST-LAST, at which UCX may listen, for firewall rules: 16 for each agent of the
     machine. Empty: the value of UCX_TCP_PORT_RANGE, or any."""
+    nixl_backends: Annotated[
+        tuple[ConfiguredBackend, ...], Meta(min_length=1, max_length=MAX_BACKENDS)
+    ] = (UCX,)
+    """Backends of NIXL, the preferred one first, such as ["LIBFABRIC", "UCX"]. A decode agent reads
+    with the first of its list that the prefill agent has, too; kvbus doctor lists those of NIXL."""
+    nixl_backend_params: dict[str, dict[str, str | int | bool]] = {}
+    """Parameters by backend, such as num_threads in the table [nixl_backend_params.LIBFABRIC]. In
+    the environment and with --set: LIBFABRIC.num_threads=4, separated by commas."""
     ticket_keys: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
     """Files with the site's keys that sign tickets, one key in each, mode 0600. The first one
     signs; all of them verify. Empty: tickets are not signed, and all tickets are accepted."""
@@ -106,6 +120,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
     """Memory of this agent for staged and packed transfers. 0 turns them off: KV of another shape
     is then read in small pieces."""
+    gpu_slots: Literal["auto", "host", "gpu"] = "auto"
+    """Memory of the staging slots for GPUs: pinned memory of the `host`, or memory of the `gpu`.
+    `auto`: of the GPU if data_interfaces have an RDMA device. Agents that read from each other on
+    one machine need the same."""
     mapped: bool = True
     """Whether memory is shared on this machine: a prefill agent lends the memory of its engines to
     decode agents of the same user. A decode agent maps it and copies from there."""
@@ -117,9 +135,18 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Largest post of one transfer, and largest step of a copy from mapped memory."""
     max_handoffs: Bound = 4096
-    """Most offers, or fetches, at a time, draining ones included; more are `busy`."""
+    """Most offers, or fetches, or holds, at a time, draining fetches included; more are `busy`."""
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads that gather tiles from blocks, scatter them into blocks, and copy mapped memory."""
+
+    @property
+    def backends(self) -> Backends:
+        """Parameters by backend, in order of preference."""
+        given = self.nixl_backend_params
+        return {
+            name: {key: _text(value) for key, value in given.get(name, {}).items()}
+            for name in self.nixl_backends
+        }
 
     @property
     def runtime_path(self) -> Path:
@@ -229,7 +256,23 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
             f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
             f"{config.slot_bytes}; make it larger, or 0 to have no slots",
         )
+    yield from _backend_problems(config)
     yield from config.problems()
+
+
+def _backend_problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
+    names = config.nixl_backends
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield "nixl_backends", f"named twice: {', '.join(twice)}"
+    if others := sorted(config.nixl_backend_params.keys() - set(names)):
+        yield (
+            "nixl_backend_params",
+            f"{', '.join(others)} is not among nixl_backends, which has {', '.join(names)}",
+        )
+
+
+def _text(value: str | int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +27,15 @@ UCX_INTERFACES = "UCX_NET_DEVICES"
 
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 
+LIBFABRIC_INTERFACE = "FI_TCP_IFACE"
+
 log = structlog.get_logger()
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 CHECK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
+BLOCKED_AFTER_S = 20.0
+"""The same with other backends than UCX: LIBFABRIC waits for ever for a peer that has ended."""
 MAX_OPENS = 3
 """Data processes that may end before the start fails."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -54,14 +58,14 @@ class DataPlane:
         if self.data.is_open and self.data.nixl_error is None:
             return
         try:
-            await self._open_nixl()
+            await self._retried(self.data.open_nixl)
         except TransferFailed as error:
             down = without_link(self.interfaces)
             why = "set UCX_LOG_LEVEL=info to see why"
             if down:
                 why = f"without a link: {', '.join(down)}"
             closed = TransferFailed(
-                f"UCX does not start on data_interfaces = {list(self.interfaces)}: "
+                f"{self._what} does not start on data_interfaces = {list(self.interfaces)}: "
                 f"{error.message}; {why}",
                 interfaces=",".join(self.interfaces),
             )
@@ -70,12 +74,16 @@ class DataPlane:
         await self.end_if_exposed()
         log.info("data_plane.opened", data=list(self.endpoints))
 
-    async def _open_nixl(self) -> None:
+    async def check_backends(self) -> None:
+        """Load the plugins of the backends; raise `ConfigError`. No port opens."""
+        await self._retried(lambda: self.data.call(wire.CheckBackends()))
+
+    async def _retried(self, request: Callable[[], Awaitable[object]]) -> None:
         for tries_left in reversed(range(MAX_OPENS)):
             await self.data.until_running()
             boot = self.data.boot
             try:
-                await self.data.open_nixl()
+                await request()
             except TransferFailed:
                 if self.data.boot == boot or not tries_left:
                     raise
@@ -83,13 +91,18 @@ class DataPlane:
                 return
 
     async def watch(self) -> None:
+        limit_s = HUNG_AFTER_S if self.data.backends == (wire.UCX,) else BLOCKED_AFTER_S
         while True:
             await anyio.sleep(CHECK_AGAIN_S)
             _report_descriptors()
-            with anyio.move_on_after(HUNG_AFTER_S) as within:
+            with anyio.move_on_after(limit_s) as within:
                 await self._try_to_check()
             if within.cancelled_caught:
-                self.data.kill(f"it had not answered for {HUNG_AFTER_S:.0f} s")
+                self.data.kill(f"it had not answered for {limit_s:.0f} s")
+
+    @property
+    def _what(self) -> str:
+        return self.data.backends[0] if len(self.data.backends) == 1 else "NIXL"
 
     @property
     def silent_s(self) -> float:
@@ -136,8 +149,9 @@ class DataPlane:
     def _end_if_outside(self) -> None:
         if self.outside:
             reason = (
-                f"UCX listens at {self.outside}, which data_interfaces = {list(self.interfaces)} "
-                "does not allow; check the UCX_ settings of the environment"
+                f"{self._what} listens at {self.outside}, which data_interfaces = "
+                f"{list(self.interfaces)} does not allow; check the UCX_ and FI_ settings of the "
+                "environment"
             )
             log.critical("data_plane.exposed", reason=reason)
             os._exit(1)
@@ -191,11 +205,14 @@ def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in interfaces if name in stats and not stats[name].isup)
 
 
-def restrict_ucx(interfaces: Iterable[str], ports: str = "") -> None:
-    """Call it before the first NIXL agent is created."""
-    os.environ[UCX_INTERFACES] = ",".join(interfaces)
+def nixl_environment(interfaces: Sequence[str], ports: str = "") -> dict[str, str]:
+    """Return the settings that restrict UCX and libfabric to ``interfaces``."""
+    settings = {UCX_INTERFACES: ",".join(interfaces)}
     if ports:
-        os.environ[UCX_PORTS] = ports
+        settings[UCX_PORTS] = ports
+    if interfaces and not has_rdma(interfaces) and LIBFABRIC_INTERFACE not in os.environ:
+        settings[LIBFABRIC_INTERFACE] = interfaces[0]  # it opens only one
+    return settings
 
 
 def has_rdma(interfaces: Iterable[str]) -> bool:

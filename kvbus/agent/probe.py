@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import msgspec
 
+from kvbus.data.messages import UCX_ONLY, Backends
 from kvbus.errors import ConfigError
 from kvbus.spawn import Child
 
@@ -26,12 +28,15 @@ LET_NICS_READ = (
     "kvbus doctor measures it."
 )
 MAX_REASON_LETTERS = 300
+NO_SETTINGS: Mapping[str, str] = {}
 _LOGGED = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "info",
     "UCX_LOG_FILE": "stderr",
     "UCX_PROTO_INFO": "y",
 }
+_ANY_PORT = {"UCX_TCP_PORT_RANGE": "0"}
+"""The agent may need all ports of its range."""
 _READ_TABLE = "remote memory read by ucp_get"
 _EMULATED = "software emulation"
 _UCX_VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
@@ -60,17 +65,35 @@ class MeasuredRead:
 
 
 async def measure_vram_read(
-    gpu: str, *, over_ipc: bool = False, limit_s: float = READ_WITHIN_S
+    gpu: str,
+    *,
+    over_ipc: bool = False,
+    limit_s: float = READ_WITHIN_S,
+    backends: Backends = UCX_ONLY,
 ) -> MeasuredRead:
     """Read from the GPU to itself; without ``over_ipc``, as if from another machine."""
     tls = os.environ.get("UCX_TLS", "")
-    return await measure_read(gpu, limit_s=limit_s, tls=tls if over_ipc else _without_ipc(tls))
+    return await measure_read(
+        gpu,
+        limit_s=limit_s,
+        tls=tls if over_ipc else _without_ipc(tls),
+        backends=backends,
+        env=_ANY_PORT,
+    )
 
 
-async def measure_read(device: str, *, limit_s: float, tls: str = "") -> MeasuredRead:
-    """Read with NIXL between two processes, from a GPU to itself or from host memory."""
-    env = {**_LOGGED, "UCX_TLS": tls} if tls else _LOGGED
-    pair = await run_pair("kvbus.data.bare_agent", device, limit_s=limit_s, env=env)
+async def measure_read(
+    device: str,
+    *,
+    limit_s: float,
+    tls: str = "",
+    backends: Backends = UCX_ONLY,
+    env: Mapping[str, str] = NO_SETTINGS,
+) -> MeasuredRead:
+    """Read from a GPU to itself, or from host memory, with the first backend."""
+    env = {**_LOGGED, **env, **({"UCX_TLS": tls} if tls else {})}
+    arguments = msgspec.json.encode(backends).decode(), device
+    pair = await run_pair("kvbus.data.bare_agent", *arguments, limit_s=limit_s, env=env)
     wire, is_emulated = wire_in(pair.log)
     version = _UCX_VERSION.search(pair.log)
     speed = 0.0 if pair.error else float(pair.answer)

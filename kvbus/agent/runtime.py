@@ -1,6 +1,7 @@
 """An agent process, from start to end."""
 
 import asyncio
+import os
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -21,11 +22,12 @@ from kvbus.agent.data_plane import (
     choose_interfaces,
     has_rdma,
     is_one_machine,
-    restrict_ucx,
+    nixl_environment,
 )
 from kvbus.agent.engine_directory import EngineDirectory, Reception
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import AgentMetrics, Refusals
+from kvbus.agent.probe import measure_vram_read
 from kvbus.agent.processes import READINGS as PROCESS_READINGS
 from kvbus.agent.processes import ProcessReport
 from kvbus.agent.service import Agent, Service
@@ -41,7 +43,7 @@ from kvbus.bus import (
 )
 from kvbus.data.child import spawner
 from kvbus.data.client import DataProcess
-from kvbus.data.messages import Cut, Log
+from kvbus.data.messages import UCX_ONLY, Cut, Log
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import ENGINE_SOCKET, AttachServer, Lifeline
 from kvbus.memory.bus_errors import BusErrors
@@ -81,7 +83,7 @@ async def run_agent(
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
     interfaces = choose_interfaces(config)
-    restrict_ucx(interfaces, config.data_ports)
+    os.environ.update(nixl_environment(interfaces, config.data_ports))
     _allow_files()
     data = DataProcess(
         spawner(loop, held_fds=(lifeline.write_fd,)),
@@ -89,6 +91,7 @@ async def run_agent(
         name=config.agent_id,
         slice_bytes=config.slice_bytes,
         copy_threads=config.copy_threads,
+        backends=config.backends,
     )
     try:
         with (
@@ -245,6 +248,8 @@ class Runtime:
         await agent.staging.open()
         if not is_one_machine(config):
             await agent.data_plane.open()
+        elif config.backends != UCX_ONLY:
+            await agent.data_plane.check_backends()
         reception.open(agent.engines)
         self._take_requests()
         await self.service.start()
@@ -450,7 +455,9 @@ def _staging(config: AgentConfig, data: DataProcess, interfaces: tuple[str, ...]
         staging_bytes=config.staging_bytes,
         slot_bytes=config.slot_bytes,
         only=config.exposure == "staging",
-        nic_reads_gpu=has_rdma(interfaces),
+        nic_reads_gpu=config.gpu_slots == "auto" and has_rdma(interfaces),
+        on_gpu=config.gpu_slots == "gpu",
+        measure_read=partial(measure_vram_read, backends=config.backends),
     )
 
 

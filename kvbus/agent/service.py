@@ -1,6 +1,7 @@
 """The interface of the shared runtime and a service."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
-from kvbus.protocol.tools import Cost, PeerView, PoolStatus, Predicted, Sharing
+from kvbus.protocol.tools import Cost, Fault, PeerView, PoolStatus, Predicted, Sharing
 from kvbus.table.events import DrainStarted
 from kvbus.table.table import Driver, Table
 
@@ -94,6 +95,10 @@ class Service(EngineUser):
     def silent_peers(self) -> dict[tuple[str, str], float]:
         """Return seconds of silence, by endpoint and CURVE key."""
         return {}
+
+    def faults(self) -> Iterable[Fault]:
+        """Return the current faults that the service itself finds."""
+        return ()
 
     def view(self, endpoint: str) -> PeerView:
         """Return the view of another agent, without its identity."""

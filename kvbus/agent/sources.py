@@ -115,10 +115,26 @@ def _bare(hint: Any) -> Any:
 
 def _typed(text: str, hint: Any, key: str, origin: str) -> Any:
     value: Any = text
-    if get_origin(_bare(hint)) is tuple:
+    if get_origin(_bare(hint)) in (tuple, dict):
         value = [part.strip() for part in text.split(",") if part.strip()]
+    if get_origin(_bare(hint)) is dict:
+        value = _table(value, key, origin)
     try:
         return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))
     except msgspec.ValidationError as error:
         reason = describe_error(error, value, hint)
         raise ConfigError(f"{origin}: key '{key}': {reason}", key=key) from error
+
+
+def _table(parts: Iterable[str], key: str, origin: str) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for part in parts:
+        path, equals, value = part.partition("=")
+        outer, dot, inner = path.partition(".")
+        if not (equals and dot and outer and inner):
+            raise ConfigError(
+                f"{origin}: key '{key}': '{part}' is not NAME.KEY=VALUE, separated by commas",
+                key=key,
+            )
+        table.setdefault(outer, {})[inner] = value
+    return table

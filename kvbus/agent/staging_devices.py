@@ -49,6 +49,10 @@ class DeviceSlots:
         return self._opened.nixl_device
 
     @property
+    def is_open(self) -> bool:
+        return isinstance(self.defined.result, wire.SlotsOpened)
+
+    @property
     def gpu_bytes(self) -> int | None:
         return self._opened.gpu_bytes
 
@@ -63,7 +67,8 @@ class DeviceSlots:
 class StagingDevices:
     """The host's slots exist after `open`, a GPU's after its first use.
 
-    With ``only``, NIXL registers only slots, never the engines' own memory.
+    With ``only``, NIXL registers only slots, never the engines' own memory. With ``on_gpu``, the
+    slots for GPUs are in GPU memory, and no READ is measured.
     """
 
     def __init__(
@@ -74,12 +79,14 @@ class StagingDevices:
         slot_bytes: int,
         only: bool,
         nic_reads_gpu: bool = False,
+        on_gpu: bool = False,
         measure_read: MeasureRead = measure_vram_read,
     ) -> None:
         self.only = only
         self.num_slots = staging_bytes // slot_bytes
         self.slot_bytes = slot_bytes if self.num_slots else 0
         self._data, self._nic_reads_gpu, self._measure_read = data, nic_reads_gpu, measure_read
+        self._on_gpu = on_gpu
         self._slots: dict[str, DeviceSlots] = {}
         self._lock = anyio.Lock()
 
@@ -126,6 +133,10 @@ class StagingDevices:
     def of(self, devices: set[str]) -> list[DeviceSlots]:
         return [slots for device, slots in self._slots.items() if device in devices]
 
+    def kinds_of(self, devices: set[str]) -> tuple[wire.MemoryKind, ...]:
+        """Return the kinds of memory of the open slots."""
+        return tuple(sorted({slots.memory_kind for slots in self.of(devices) if slots.is_open}))
+
     async def check(self) -> None:
         """Kill a restarted data process that cannot create the slots; another one will start."""
         for slots in list(self._slots.values()):  # a device may be added meanwhile
@@ -145,7 +156,7 @@ class StagingDevices:
                 device=device,
                 num_slots=self.num_slots,
                 slot_bytes=self.slot_bytes,
-                nic_reads_gpu=await self._nic_reads(device),
+                nic_reads_gpu=self._on_gpu or await self._nic_reads(device),
             )
             slots = DeviceSlots(device, self.num_slots, self.slot_bytes, Defined(wanted))
             await self._data.define(slots.defined)

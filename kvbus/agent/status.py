@@ -147,7 +147,7 @@ class StatusReporter:
         status = structs.replace(without_place(full), processes=full.processes)
         server_key, silent = self.agent.identity.server_key, self.service.silent_peers()
         key_options_of = {endpoint: key_options(key_file, key) for endpoint, key in silent}
-        faults = [*self.unready(), *self._key_faults(), *_log_faults()]
+        faults = [*self.unready(), *self._key_faults(), *self.service.faults(), *_log_faults()]
         now_s, wall_s = self.agent.loop.time(), time.time()
 
         def make_live() -> Live:

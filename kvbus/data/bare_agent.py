@@ -1,4 +1,4 @@
-"""A bare NIXL process: ``python -m kvbus.data.bare_agent GPU|host target|reader``.
+"""A bare NIXL process: ``python -m kvbus.data.bare_agent BACKENDS GPU|host target|reader``.
 
 It lends memory and drives NIXL, or posts all descriptors together and spins until they are done.
 Stdin of the two is a socket between them; the reader prints its result.
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.data import nixl_agent
-from kvbus.data.messages import HOST, MemoryKind
+from kvbus.data.messages import HOST, UCX_ONLY, Backends, MemoryKind
 from kvbus.data.metadata import read_metadata
 from kvbus.data.nixl import Registration
 from kvbus.data.scheduler import PostLimits
@@ -83,8 +83,10 @@ class BareAgent:
         rows: Mapping[str, Rows] | None = None,
         *,
         device: str = HOST,
+        backends: Backends = UCX_ONLY,
     ) -> None:
-        new_agent = nixl_agent.load()
+        new_agent = nixl_agent.load(backends)
+        self._backend = next(iter(backends))
         self._size_bytes, self._rows = size_bytes, rows or {}
         self._memory = _HostWords(size_bytes) if device == HOST else _GpuWords(size_bytes, device)
         self._address, kind = self._memory.address, self._memory.kind
@@ -98,7 +100,8 @@ class BareAgent:
         self._memory.set(np.arange(self._size_bytes // WORD_BYTES, dtype=np.uint64))
         self.drive()
         threading.Thread(target=self._progress, daemon=True).start()
-        return MemoryLocation(self._address, self._agent.metadata([self._registration]))
+        metadata = self._agent.metadata([self._registration], self._backend)
+        return MemoryLocation(self._address, metadata)
 
     def drive(self) -> None:
         self._drives.set()
@@ -176,8 +179,8 @@ def _long_row(number: int) -> Rows:
 
 
 def main() -> None:
-    _, device, role = sys.argv
-    agent = BareAgent(device=device)
+    _, backends, device, role = sys.argv
+    agent = BareAgent(device=device, backends=msgspec.json.decode(backends, type=Backends))
     with socket.socket(fileno=0) as sock, sock.makefile("rwb") as stream:
         if role == "target":
             stream.write(msgspec.json.encode(agent.lend()) + b"\n")

@@ -101,14 +101,20 @@ class DataProcess:
         name: str,
         slice_bytes: int,
         copy_threads: int,
+        backends: wire.Backends = wire.UCX_ONLY,
         on_change: Callable[[], object] = lambda: None,
         on_cut: Callable[[wire.Cut], object] = lambda _: None,
         on_log: Callable[[wire.Log], object] = lambda _: None,
     ) -> None:
         self._spawn, self._new_boot, self._name = spawn, new_boot, name
-        self._settings = {"slice_bytes": slice_bytes, "copy_threads": copy_threads}
+        self._configure = wire.Configure(
+            nixl_name="",
+            slice_bytes=slice_bytes,
+            copy_threads=copy_threads,
+            nixl_backends=backends,
+        )
         self.on_change, self.on_cut, self.on_log = on_change, on_cut, on_log
-        self.slice_bytes = slice_bytes
+        self.slice_bytes, self.backends = slice_bytes, tuple(backends)
         self._child: DataProcessHandle | None = None
         self._ids = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -178,7 +184,7 @@ class DataProcess:
             raise
         self._is_replacing, self.problem = False, ""
         self._started.set()
-        self._send(wire.Configure(nixl_name=self.nixl_name, **self._settings), lambda _: None)
+        self._send(structs.replace(self._configure, nixl_name=self.nixl_name), lambda _: None)
         if self._is_open:
             self._send(wire.OpenNixl(), self._note_opened)
         for defined in self._kept:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvbus.data.channel import channel_to_control
-from kvbus.data.messages import Configure, FromData, Log
+from kvbus.data.messages import Backends, Configure, FromData, Log
 from kvbus.data.nixl import LoadNixl, Nixl, OpenNixlAgent
 from kvbus.data.server import DataServer
 from kvbus.errors import ClosedError, ProtocolError
@@ -86,10 +86,10 @@ class DataLoop:
 def load_nixl_for(bus_errors: BusErrors) -> LoadNixl:
     """Return a loader of NIXL that restores our SIGBUS handler after UCX replaced it."""
 
-    def load() -> OpenNixlAgent:
+    def load(backends: Backends) -> OpenNixlAgent:
         from kvbus.data import nixl_agent  # noqa: PLC0415  # takes 0.2 s and 20 MB
 
-        open_agent = nixl_agent.load()
+        open_agent = nixl_agent.load(backends)
 
         def open_one(name: str) -> Nixl:
             agent = open_agent(name)

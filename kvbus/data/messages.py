@@ -19,6 +19,9 @@ from kvbus.planning import Share
 HOST = "host"
 """Device of memory outside GPUs. GPUs are named by UUID."""
 MemoryKind = Literal["DRAM", "VRAM"]
+Backends = Mapping[str, Mapping[str, str]]
+UCX = "UCX"
+UCX_ONLY: Backends = {UCX: {}}
 Span = tuple[int, int]
 """Token positions [start, stop)."""
 Tables = Mapping[str, BlockTable]
@@ -30,9 +33,16 @@ class DataRequest(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 class Configure(DataRequest, frozen=True):
+    """``nixl_backends`` has the parameters by backend, in order of preference."""
+
     nixl_name: str
     slice_bytes: int
     copy_threads: int
+    nixl_backends: Backends = msgspec.field(default_factory=lambda: UCX_ONLY)
+
+
+class CheckBackends(DataRequest, frozen=True):
+    """Load the plugins of the backends. No port opens."""
 
 
 class OpenNixl(DataRequest, frozen=True):
@@ -133,6 +143,7 @@ class RemovePlan(DataRequest, frozen=True):
 class Metadata(DataRequest, frozen=True):
     memories: tuple[int, ...]
     devices: tuple[str, ...]
+    backend: str = UCX
 
 
 class DriveProgress(DataRequest, frozen=True):
@@ -250,6 +261,7 @@ Job = (
 )
 ToData = (
     Configure
+    | CheckBackends
     | OpenNixl
     | OpenSlots
     | AddMemory

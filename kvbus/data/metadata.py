@@ -1,43 +1,57 @@
 """Checks of peers' NIXL metadata.
 
 NIXL trusts lengths that lead out of the blob, and unknown kinds of memory. UCX aborts on an address
-of an unknown version.
+of an unknown version, and LIBFABRIC allocates any number of rails.
 """
 
+from collections.abc import Callable
+
+from kvbus.data.messages import UCX
 from kvbus.data.nixl import PeerMetadata
 from kvbus.errors import TransferFailed
 
 _START = b"nixlSerDes|"
 _LENGTH_BYTES = 8
-_MOST_CONNECTIONS = 8
+_MOST_BACKEND_BYTES = 32
 _MOST_NAME_BYTES = 256
 _MOST_SECTIONS = 64
 _DESCRIPTOR_BYTES = 24  # address, length, device; the rest is UCX's
 _KINDS = tuple(kind.to_bytes(4, "little") for kind in (0, 1))  # DRAM and VRAM
 _UCX_VERSION_BITS = 0x0F
 _LAST_UCX_VERSION = 1  # UCP_OBJECT_VERSION_V2
+_MOST_RAILS, _MOST_RAIL_BYTES = 64, 56
 
 
 def read_metadata(blob: bytes) -> PeerMetadata:
     """Raises `TransferFailed` if NIXL must not get the blob."""
     fields = _Fields(blob)
     name = fields.take(b"Agent")
-    if len(name) > _MOST_NAME_BYTES or not name.isascii() or not name.decode().isprintable():
+    if not _is_text(name, _MOST_NAME_BYTES):
         raise _refusal("its name is not printable ASCII")
-    for _ in range(fields.count(b"Conns", 1, _MOST_CONNECTIONS)):
-        _check_address(fields.take(b"t"), fields.take(b"c"))
+    fields.count(b"Conns", 1, 1)
+    backend = fields.take(b"t")
+    if not _is_text(backend, _MOST_BACKEND_BYTES):
+        raise _refusal("the name of its backend is not printable ASCII")
+    address = fields.take(b"c")
+    if (check := _ADDRESS_CHECKS.get(backend)) is not None:
+        check(address)
     contact = blob[: fields.at]
     fields.expect(b"", b"MemSection")
     for _ in range(fields.count(b"nixlSecElms", 0, _MOST_SECTIONS)):
-        _check_section(fields)
+        _check_section(fields, backend)
     fields.check_end()
-    return PeerMetadata(name.decode(), contact, blob)
+    return PeerMetadata(name.decode(), backend.decode(), contact, blob)
+
+
+def _is_text(content: bytes, most_bytes: int) -> bool:
+    is_short = 0 < len(content) <= most_bytes
+    return is_short and content.isascii() and content.decode().isprintable()
 
 
 # NIXL writes fields in sequence: a tag, a length of 8 bytes, the content, and a bar. The parser
 # must know the tags, as they have no length:
 #
-#     nixlSerDes|  Agent NAME|  Conns COUNT|  (t BACKEND|  c ADDRESS|)...      the contact
+#     nixlSerDes|  Agent NAME|  Conns 1|  t BACKEND|  c ADDRESS|               the contact
 #     MemSection|  nixlSecElms COUNT|  (section)...                            the memory
 #
 #     a section:   bknd BACKEND|  nixlDList nixlSDList|  t KIND|  n COUNT|  (DESCRIPTOR|)...
@@ -72,14 +86,34 @@ class _Fields:
             raise _refusal(f"{len(self._blob) - self.at} bytes are left over")
 
 
-def _check_address(backend: bytes, address: bytes) -> None:
+def _check_ucx(address: bytes) -> None:
     version = address[0] & _UCX_VERSION_BITS if address else None
-    if backend != b"UCX" or version is None or version > _LAST_UCX_VERSION:
-        raise _refusal(f"backend {backend[:16]!r} with an address of version {version}")
+    if version is None or version > _LAST_UCX_VERSION:
+        raise _refusal(f"an address of UCX of version {version}")
 
 
-def _check_section(fields: _Fields) -> None:
-    fields.expect(b"bknd", b"UCX")
+#     nixlSerDes|  num_rails DIGITS|  (dest_data_ep_RAIL ADDRESS|)...
+def _check_libfabric(address: bytes) -> None:
+    fields = _Fields(address)
+    digits = fields.take(b"num_rails")
+    num_rails = int(digits) if digits.isdigit() and len(digits) < _LENGTH_BYTES else 0
+    if not 1 <= num_rails <= _MOST_RAILS:
+        raise _refusal(f"an address of LIBFABRIC with {digits[:16]!r} rails")
+    for rail in range(num_rails):
+        if not 1 <= len(fields.take(b"dest_data_ep_%d" % rail)) <= _MOST_RAIL_BYTES:
+            raise _refusal(f"rail {rail} of LIBFABRIC has no address, or a longer one")
+    fields.check_end()
+
+
+_ADDRESS_CHECKS: dict[bytes, Callable[[bytes], None]] = {
+    UCX.encode(): _check_ucx,
+    b"LIBFABRIC": _check_libfabric,
+}
+"""Addresses of other backends are not checked."""
+
+
+def _check_section(fields: _Fields, backend: bytes) -> None:
+    fields.expect(b"bknd", backend)
     fields.expect(b"nixlDList", b"nixlSDList")
     fields.expect(b"t", *_KINDS)
     for _ in range(fields.count(b"n", 0, 1 << 20)):  # each must exist, or its field is rejected

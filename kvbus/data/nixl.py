@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvbus.data.messages import MemoryKind
+from kvbus.data.messages import Backends, MemoryKind
 from kvbus.data.slicing import Rows
 from kvbus.errors import TransferFailed
 
@@ -26,23 +26,26 @@ class Registration:
 @dataclass(frozen=True, slots=True)
 class PeerMetadata:
     name: str
+    backend: str
     contact: bytes
     blob: bytes
 
 
 class Nixl(Protocol):
-    """NIXL agent with a UCX backend. One thread makes all calls."""
+    """NIXL agent with its backends. One thread makes all calls."""
 
     def register(self, registration: Registration) -> None:
-        """Raises `SegmentError`."""
+        """Register memory with each backend. Raises `SegmentError`."""
         ...
 
     def deregister(self, registration: Registration) -> None:
         """No handle may target the memory. Raises `SegmentError`."""
         ...
 
-    def metadata(self, registrations: Sequence[Registration]) -> bytes:
-        """Return what a peer needs to connect and to read these, all of one kind of memory."""
+    def metadata(self, registrations: Sequence[Registration], backend: str) -> bytes:
+        """Return what a peer needs to connect by ``backend`` and to read these, all of one kind of
+        memory.
+        """
         ...
 
     def add_peer(self, metadata: PeerMetadata) -> None:
@@ -54,7 +57,7 @@ class Nixl(Protocol):
         ...
 
     def progress(self) -> None:
-        """Drive UCX, as initiator and as target. Raises `TransferFailed`."""
+        """Drive the backends, as initiator and as target. Raises `TransferFailed`."""
         ...
 
     def prepare(
@@ -77,5 +80,5 @@ class Nixl(Protocol):
 
 
 OpenNixlAgent = Callable[[str], Nixl]
-LoadNixl = Callable[[], OpenNixlAgent]
-"""Call it in a thread: it is the slowest step. Raises `TransferFailed`."""
+LoadNixl = Callable[[Backends], OpenNixlAgent]
+"""Call it in a thread: it is the slowest step. Raises `TransferFailed`, `ConfigError`."""

@@ -1,17 +1,21 @@
 """Adapter for nixl, and its only import."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvbus.data.messages import MemoryKind
+from kvbus.data.messages import UCX_ONLY, Backends, MemoryKind
 from kvbus.data.nixl import Handle, HandleForgotten, PeerMetadata, Registration
 from kvbus.data.slicing import Rows
-from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
+from kvbus.errors import ConfigError, KVBusError, PeerLost, SegmentError, TransferFailed
 
 
 # The CUDA version of this process decides which of its packages nixl loads (nixl_cu12, nixl_cu13,
@@ -39,15 +43,43 @@ def _torch_not_imported() -> Iterator[None]:
         del sys.modules[stand_in.__name__]
 
 
-def _import_nixl() -> tuple[Any, Any]:
-    """Import NIXL without its output and its blocking connects.
+# Settings that the user has not set:
+#
+#     UCX_TCP_CONN_NB     The default connect blocks: packets dropped by a firewall would stop all
+#                         READs for minutes.
+#     UCX_MEMTYPE_CACHE   The cache needs hooks into the CUDA runtime. Without them, e.g. where only
+#                         pip installed CUDA, UCX takes GPU memory for host memory.
+#     UCX_CUDA_IPC_...    Without NVLinks UCX would emulate READs between GPUs over TCP. Where UCX
+#                         cannot load CUDA it warns about this variable.
+_DEFAULTS = {
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_MEMTYPE_CACHE": "n",
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+}
+_GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
-    NIXL's logger attaches a stdout handler and turns `logging.raiseExceptions` off. UCX's default
-    TCP connect blocks: packets dropped by a firewall would stop all READs for minutes.
+
+def _set_defaults() -> frozenset[str]:
+    defaults = {**_DEFAULTS, **(_GPU_DEFAULTS if _finds_library("libcuda.so.1") else {})}
+    unset = frozenset(defaults.keys() - os.environ.keys())
+    os.environ.update({name: defaults[name] for name in unset})
+    return unset
+
+
+def _finds_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def _import_nixl() -> tuple[Any, Any]:
+    """Import NIXL without its output.
+
+    NIXL's logger attaches a stdout handler and turns `logging.raiseExceptions` off.
     """
-    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
     with _torch_not_imported():
         from nixl import _api, _bindings  # noqa: PLC0415  # it reads the environment while it loads
@@ -59,7 +91,7 @@ def _import_nixl() -> tuple[Any, Any]:
     return _api, _bindings
 
 
-_SET_HERE = {"UCX_NET_DEVICES", "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
+_SET_HERE = _set_defaults() | {"UCX_NET_DEVICES", "FI_TCP_IFACE", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
 _api, _bindings = _import_nixl()
 _ERRORS: tuple[type[Exception], ...] = (
     *(
@@ -90,60 +122,158 @@ def _ours(
     return as_error(f"{what}: {error}{_settings()}", nixl=name, peer=peer)
 
 
-# NIXL's errors have no cause. A setting that UCX cannot use shows as NIXL_ERR_BACKEND, at the start
-# or at the first READ.
+# NIXL's errors have no cause. A setting that a backend cannot use shows as NIXL_ERR_BACKEND, at the
+# start or at the first READ.
 def _settings() -> str:
-    names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_")))
+    names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_", "FI_")))
     settings = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
     return f" (environment: {settings})" if settings else ""
 
 
-def load() -> type["NixlAgent"]:
-    with _translated("NIXL lists no backends"):
-        agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
-        types = agent.get_plugin_mem_types("UCX")
-    if not types:
-        raise TransferFailed(f"NIXL has no backend UCX that can be loaded{_settings()}")
-    return NixlAgent
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """Plugin of NIXL. A storage backend has memory kinds other than ``DRAM`` and ``VRAM``.
+
+    ``problem`` is the reason why it cannot be loaded.
+    """
+
+    memory_kinds: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+class Plugins:
+    """Plugins that NIXL finds in its folder; each is loaded when it is looked up."""
+
+    def __init__(self) -> None:
+        with _translated("NIXL lists no backends"):
+            self._agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._agent.get_plugin_list())
+
+    def load(self, name: str) -> Plugin:
+        if name not in self._agent.get_plugin_list():
+            return Plugin(problem="NIXL has no plugin of this name")
+        try:
+            parameters, kinds = self._agent.agent.getPluginParams(name)
+        except _ERRORS:
+            return Plugin(problem=_load_error(name))
+        return Plugin(tuple(kind.removesuffix("_SEG") for kind in kinds), parameters)
+
+
+# NIXL logs the reason at its level INFO only.
+def _load_error(name: str) -> str:
+    package = Path(_bindings.__file__).parent
+    folders = [f".{package.name}.mesonpy.libs/plugins", f"{package.name}.libs/nixl"]
+    named = os.environ.get("NIXL_PLUGIN_DIR")
+    found = [Path(named)] if named else [package.parent / folder for folder in folders]
+    for path in (folder / f"libplugin_{name}.so" for folder in found):
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            if path.exists():
+                return str(error)
+    return "NIXL cannot load it"
+
+
+_ONLY_IN_CODE = {
+    "UCX": {"device_list", "engine_config", "num_threads", "split_batch_size"},
+    "LIBFABRIC": {"max_bw_per_dram_seg", "striping_threshold"},
+}
+"""Parameters that NIXL 1.5.1 reads, but does not list."""
+
+
+def load(backends: Backends = UCX_ONLY) -> Callable[[str], "NixlAgent"]:
+    """Raises `ConfigError` for a backend that this process cannot use."""
+    plugins = Plugins()
+    for name, parameters in backends.items():
+        _check_backend(name, parameters, plugins)
+    return partial(NixlAgent, backends=backends)
+
+
+def _check_backend(name: str, parameters: Mapping[str, str], plugins: Plugins) -> None:
+    plugin = plugins.load(name)
+    if plugin.problem:
+        raise _wrong_backends(
+            f"backend '{name}' cannot be loaded: {plugin.problem}{_settings()}. NIXL has "
+            f"{', '.join(plugins.names)}. Install what is missing, or choose another backend; "
+            "kvbus doctor lists them"
+        )
+    if not {"DRAM", "VRAM"}.issuperset(plugin.memory_kinds):
+        kinds = ", ".join(plugin.memory_kinds)
+        raise _wrong_backends(
+            f"backend '{name}' is for storage (it moves {kinds}): name one that reads the memory "
+            "of other processes, such as UCX"
+        )
+    known = {*plugin.parameters, *_ONLY_IN_CODE.get(name, ())}
+    if unknown := sorted(parameters.keys() - known):
+        raise ConfigError(
+            f"key 'nixl_backend_params': backend '{name}' has no {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known))}",
+            key="nixl_backend_params",
+        )
+
+
+def _wrong_backends(problem: str) -> ConfigError:
+    return ConfigError(f"key 'nixl_backends': {problem}", key="nixl_backends")
 
 
 class NixlAgent:
     """``name`` must be a valid file name for NIXL's telemetry."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, backends: Backends = UCX_ONLY) -> None:
         config = _api.nixl_agent_config(
             enable_prog_thread=False,
+            backends=[],
             sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         with _translated("no NIXL agent"):
             self._agent = _api.nixl_agent(name, config)
+        for backend, parameters in backends.items():
+            given = "".join(f" {key}={value}" for key, value in parameters.items())
+            with _translated(f"no NIXL backend {backend}{given}"):
+                self._agent.create_backend(backend, dict(parameters))
+        self._backends = tuple(backends)
         self._descriptors: dict[Registration, Any] = {}
         self._contact_by_peer: dict[str, bytes] = {}
 
+    # NIXL's own loop over backends succeeds if one of them registers the memory.
     def register(self, registration: Registration) -> None:
         row = (registration.address, registration.size_bytes, registration.device, "")
-        with _translated("NIXL cannot register the memory", as_error=SegmentError):
-            descriptors = self._agent.register_memory([row], registration.memory)
+        descriptors = None
+        try:
+            for name in self._backends:
+                what = f"the NIXL backend {name} cannot register the memory"
+                with _translated(what, as_error=SegmentError):
+                    descriptors = self._agent.register_memory([row], registration.memory, [name])
+        except SegmentError:
+            if descriptors is not None:
+                self._agent.deregister_memory(descriptors)
+            raise
         self._descriptors[registration] = descriptors
 
     def deregister(self, registration: Registration) -> None:
         with _translated("NIXL cannot deregister the memory", as_error=SegmentError):
             self._agent.deregister_memory(self._descriptors.pop(registration))
 
-    def metadata(self, registrations: Sequence[Registration]) -> bytes:
+    def metadata(self, registrations: Sequence[Registration], backend: str) -> bytes:
         rows = [(r.address, r.size_bytes, r.device, "") for r in registrations]
         kind = registrations[0].memory if registrations else "DRAM"
         if any(r.memory != kind for r in registrations):
             raise SegmentError("registrations of one blob must be of one memory kind")
         with _translated("no metadata"):
             descriptors = _bindings.nixlRegDList(self._agent.nixl_mems[kind], rows)
-            return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
+            return bytes(self._agent.get_partial_agent_metadata(descriptors, True, [backend]))
 
     def add_peer(self, metadata: PeerMetadata) -> None:
         """Reject a known name with another contact: NIXL would drop the known peer."""
         name, contact = metadata.name, metadata.contact
         if self._contact_by_peer.get(name, contact) != contact:
             raise TransferFailed("another peer has that name", peer=name)
+        if metadata.backend not in self._backends:
+            raise TransferFailed(f"this agent has no NIXL backend {metadata.backend}", peer=name)
         self._contact_by_peer.pop(name, None)  # NIXL drops it if it rejects this
         with _translated("the peer's metadata is refused"):
             self._agent.add_remote_agent(metadata.blob)
@@ -171,7 +301,7 @@ class NixlAgent:
                 "READ",
                 self._agent.get_xfer_descs(local, kinds[0]),
                 self._agent.get_xfer_descs(remote, kinds[1]),
-                peer,
+                peer,  # its metadata is for one backend, which NIXL takes
             )
 
     def post(self, handle: Handle, peer: str) -> bool:

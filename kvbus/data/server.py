@@ -79,6 +79,7 @@ class DataServer:
         self._leaving: dict[str, wire.RemovePeer] = {}
         self._kept: deque[SegmentMapping] = deque(maxlen=MAX_KEPT)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
+            wire.CheckBackends: self._check_backends,
             wire.OpenNixl: self._open_nixl,
             wire.OpenSlots: self._open_slots,
             wire.AddRemote: self._add_remote,
@@ -149,6 +150,15 @@ class DataServer:
 
     # NIXL.
 
+    def _check_backends(self, message: wire.CheckBackends) -> None:
+        def then(loaded: OpenNixlAgent | Exception) -> None:
+            self._end_request(message, loaded if isinstance(loaded, Exception) else None)
+
+        self._background.start(self._load, then)
+
+    def _load(self) -> OpenNixlAgent:
+        return self._load_nixl(self._configure.nixl_backends)
+
     def _open_nixl(self, message: wire.OpenNixl) -> None:
         if self._reads is not None:
             self._replies.done(message)
@@ -166,7 +176,7 @@ class DataServer:
                 self._definitions.settle(NIXL, self._reads)
 
         self._definitions.pend(NIXL)
-        self._background.start(self._load_nixl, then)
+        self._background.start(self._load, then)
 
     def _new_reads(self, open_agent: OpenNixlAgent) -> NixlReads:
         agent = open_agent(self._configure.nixl_name)
@@ -197,7 +207,7 @@ class DataServer:
                 [value.registration] if isinstance(value, Slots) else value.registrations.values()
             )
         blobs = [
-            reads.agent.metadata([one for one in found if one.memory == kind])
+            reads.agent.metadata([one for one in found if one.memory == kind], message.backend)
             for kind in sorted({one.memory for one in found})
         ]
         self._replies.done(message, wire.MetadataBlobs(tuple(blobs)))

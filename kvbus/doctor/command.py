@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from msgspec import ValidationError, convert
 
 from kvbus.console import text_of
 from kvbus.doctor.agents import check_agents, wanted_agents
+from kvbus.doctor.backends import check_backends
 from kvbus.doctor.data_plane import check_nixl
 from kvbus.doctor.finding import WARNING, Finding, Report
 from kvbus.doctor.gpus import check_gpus
@@ -134,7 +136,7 @@ def _checks(options: DoctorOptions) -> dict[str, Check]:
         "versions": check_versions,
         "memory": check_memory,
         "limits": check_limits,
-        "nixl": lambda: check_nixl(options.timeout),
+        "nixl": lambda: chain(check_nixl(options.timeout), check_backends(agents, options.timeout)),
         "cuda": lambda: check_gpus(options.timeout),
         "agents": lambda: check_agents(agents),
         "peer": lambda: check_peer(peer, reader) if peer else (),

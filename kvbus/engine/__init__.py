@@ -10,6 +10,8 @@ from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
 from kvbus.engine.messages import FetchOptions, OfferOptions
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
+from kvbus.engine.sequence import PageName as PageName
+from kvbus.engine.sequence import PageView as PageView
 from kvbus.engine.storage import CudaStorage as CudaStorage
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor

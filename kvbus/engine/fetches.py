@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from msgspec.structs import replace
 
 from kvbus.engine.connection import Connection
+from kvbus.engine.holds import TicketHolds
 from kvbus.engine.later import Completion, Runner
 from kvbus.engine.messages import BlockIds, FetchOptions, OnLanded, fetch_message
 from kvbus.engine.retrying import NOT_BEGUN, PendingRequest, RequestRetrier
@@ -119,7 +120,7 @@ class Fetches(RequestRetrier[FetchRequest]):
         super().__init__(agent_wait_s=agent_wait_s)
         self.runner, self._engine, self._has_remote_ranks = runner, engine, has_remote_ranks
         self._request_timeout_s = request_timeout_s
-        self.releases = _Releases(self, logger)
+        self.holds, self.releases = TicketHolds(runner, logger), _Releases(self, logger)
         self._fetches: dict[str, FetchRequest] = {}
         self._away: dict[FetchRequest, Connection] = {}
         """Until the last process of the lost agent has ended."""
@@ -143,6 +144,7 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def sent(self, one: FetchRequest, connection: Connection) -> None:
         one.connection = connection
+        self.holds.remove(one.message.ticket)
         self._fetches[one.fetch_id] = one
 
     def accepted(self, one: FetchRequest, reply: Fetched) -> None:
@@ -215,6 +217,7 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def opened(self, connection: Connection) -> None:
         super().opened(connection)
+        self.holds.opened(connection)
         self.releases.begin()
 
     def on_notice(self, notice: Notice) -> None:
@@ -253,6 +256,7 @@ class Fetches(RequestRetrier[FetchRequest]):
     def on_lost(self, error: KVBusError) -> None:
         connection, fetches = self.connection, list(self._fetches.values())
         super().on_lost(error)
+        self.holds.lost()
         self._fetches = {}
         if connection is None:
             return
@@ -278,6 +282,7 @@ class Fetches(RequestRetrier[FetchRequest]):
 
     def closed(self) -> None:
         super().closed()
+        self.holds.closed()
         for fetch, connection in list(self._away.items()):
             self._lose(fetch, ClosedError("the link was closed"))
             connection.life.close()

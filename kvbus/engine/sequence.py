@@ -58,7 +58,7 @@ class PageView:
         return self._words[word]
 
 
-class Page:
+class HostWords:
     """The words of host memory: a write is the end of the work before it."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Page:
         self._segment.close()
 
 
-class GpuPage(Page):
+class GpuWords(HostWords):
     """Words that the streams of one GPU write."""
 
     def __init__(self, ordinal: int) -> None:
@@ -121,15 +121,15 @@ class Recorder:
     """The pages of a link: one for host memory, one for each GPU. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pages: dict[int | None, Page] = {}
+        self._pages: dict[int | None, HostWords] = {}
         self._counts: dict[tuple[int, ...], int] = {}
         """Last number by stream; the order of streams numbers them."""
         self._lock = threading.Lock()
 
-    def page(self, ordinal: int | None) -> Page:
+    def page(self, ordinal: int | None) -> HostWords:
         """``ordinal`` is that of the GPU, or None for host memory."""
         if ordinal not in self._pages:
-            self._pages[ordinal] = Page() if ordinal is None else GpuPage(ordinal)
+            self._pages[ordinal] = HostWords() if ordinal is None else GpuWords(ordinal)
         return self._pages[ordinal]
 
     @property

@@ -427,6 +427,27 @@ class StartFetch(Request[Fetched], frozen=True):
     this request, and a ``cancel`` of the fetch."""
 
 
+@request(
+    "hold",
+    Socket.DECODE,
+    at_once=True,
+    refusals="not_registered forbidden offer_completed offer_expired unsupported_version busy",
+)
+class HoldOffer(Request[Empty], frozen=True):
+    """Keep the offer of a request that waits in the engine's queue, so that its ``ttl_s`` does not
+    end it. The agent renews all held offers of a prefill agent with one request. A hold ends with
+    the first fetch of this ticket, after the prefill agent's ``max_hold_s``, or when the engine
+    detaches or is lost. A hold of an offer that has ended has no effect.
+
+    To release the offer instead, fetch no tokens of it. After ``busy``, wait until another hold has
+    ended. If engines hold more offers than the agent may have, the engine with the most loses its
+    newest hold.
+    """
+
+    ticket: dict[str, Any]
+    """As in ``fetch``."""
+
+
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")
 class CancelFetch(Request[Empty], frozen=True):
     """Cancel a fetch. Its reply still comes. No effect on a fetch that has ended."""

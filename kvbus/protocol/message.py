@@ -277,9 +277,10 @@ def _plain(detail: object) -> dict[str, Scalar]:
 
 def check_right(shown: str | None, *rights: str) -> None:
     """Raise `LocalError` (``forbidden``) unless ``shown`` is one of ``rights``."""
-    if shown is None or not any(_equal(shown, right) for right in rights):
+    if shown is None or not any(is_right(shown, right) for right in rights):
         raise LocalError("this role may not request it", code=ErrorCode.FORBIDDEN)
 
 
-def _equal(shown: str, right: str) -> bool:
+def is_right(shown: str, right: str) -> bool:
+    """Compare in constant time."""
     return hmac.compare_digest(shown.encode(), right.encode())

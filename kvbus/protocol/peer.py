@@ -28,6 +28,7 @@ from kvbus.protocol.message import (
     Priority,
     Protocol,
     RankSecret,
+    Redacted,
     Request,
     Role,
     Seconds,
@@ -66,8 +67,15 @@ SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """Ids of the uses of slots."""
+BackendName = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+"""Name of a backend of NIXL."""
+MemoryKind = Literal["DRAM", "VRAM"]
+_UCX = "UCX"
+MAX_BACKENDS = 8
 MAX_COMMITS = 64
 """Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
+MAX_HELD = 1024
+"""Offers in one message: to renew them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
 """Digests in one request; they take 1 MiB."""
 OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -114,6 +122,12 @@ class HandshakeDone(Message, frozen=True):
     """Socket where an agent of the same machine and user gets this memory."""
     grant: Text = ""
     """With keys only: credential for ``lend``. It ties that connection to the key of this one."""
+    nixl_backend: BackendName = _UCX
+    """Backend that reads this memory: the first of ``nixl_backends`` that this agent has. The
+    ``nixl_metadata`` is for this backend only."""
+    slot_memory: Annotated[tuple[MemoryKind, ...], msgspec.Meta(max_length=2)] = ()
+    """NIXL's kinds of the memory of the staging slots for these ranks; empty if there are none, or
+    the memory is mapped."""
 
 
 @request(
@@ -149,6 +163,11 @@ class Handshake(Request[HandshakeDone], frozen=True):
     """With ``ranks``: the ``rank_secret`` of this agent, from ``remote_ranks`` of the home."""
     machine: Text = ""
     """Boot id of the decode agent's kernel; empty if the agent cannot map memory."""
+    nixl_backends: Annotated[
+        tuple[BackendName, ...], msgspec.Meta(min_length=1, max_length=MAX_BACKENDS)
+    ] = (_UCX,)
+    """Backends of the decode agent's NIXL, the preferred one first. If the prefill agent has none
+    of them, it refuses with ``incompatible``."""
 
 
 class Granted(Message, frozen=True):
@@ -290,6 +309,39 @@ class CommitQuery(Request[CommitAnswer], frozen=True):
     """Its instance, from the ticket; empty for a rendezvous."""
 
 
+class HeldOffer(Redacted, frozen=True):
+    """An offer that a decode engine holds, as a request in its queue needs it."""
+
+    secret: Secret
+    """Secret of the ticket, or ``transfer_id`` of the rendezvous."""
+    offer_id: Text = ""
+    """Id of the offer; empty for a rendezvous."""
+
+
+class OffersKept(Message, frozen=True):
+    keep_s: Seconds
+    """Seconds from now for which the agent keeps the offers. Repeat the request earlier."""
+    over: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    """Positions in ``offers`` of those that the agent does not keep: they have ended, are unknown,
+    have another ``secret``, or were held for ``max_hold_s``."""
+
+
+@request("keep_offers", Socket.PREFILL_PEER, at_once=True)
+class KeepOffers(Request[OffersKept], frozen=True):
+    """Keep offers whose readers wait in the queue of a decode engine. The agent adds no time to an
+    offer that has more left, and keeps it for ``max_hold_s`` after the first of these requests, at
+    most. It keeps the offer of a rendezvous from the moment at which the engine makes it.
+
+    Any process of the prefill agent answers, so there is no ``agent_boot``. An agent that waits for
+    its engines to publish their offers again does not count unknown offers as ``over``.
+    """
+
+    offers: Annotated[tuple[HeldOffer, ...], msgspec.Meta(max_length=MAX_HELD)]
+    """Offers to keep."""
+    keep_s: Seconds
+    """Seconds wanted; the agent may grant fewer."""
+
+
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
     """Release a lease, with nothing in flight and nothing used."""
@@ -368,7 +420,7 @@ class Packed(Message, frozen=True):
     """Size of the tile."""
     slot_lease_s: Seconds
     """Seconds that the slot stays the reader's, while the lease lives; counted as ``lease_s``."""
-    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    memory: MemoryKind = "DRAM"
     """NIXL's kind of the slot's memory: ``DRAM`` of the host, or ``VRAM`` of a GPU."""
     device: Index = 0
     """NIXL's device number of the slot, in the prefill agent's data process."""

@@ -252,6 +252,8 @@ class Cluster:
             self.ledger.skip_fetch(handoff)
         else:
             self.world.after(after_s, self._fetch, handoff, ticket)
+        if handoff.plan.is_held and (after_s is None or after_s > 0):
+            self._on((D, handoff.plan.decode), DecodeEngine.hold, handoff, ticket)
 
     def _fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         place, after_s = (D, handoff.plan.decode), handoff.plan.cancel_after_s

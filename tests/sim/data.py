@@ -166,7 +166,7 @@ class SimChild:
         assert isinstance(message, wire.Configure)
         self._server = DataServer(
             structs.replace(message, slice_bytes=SLICE_BYTES),
-            load_nixl=lambda: self._open_nixl,
+            load_nixl=lambda _: self._open_nixl,
             send=self._send,
             post=self._post,
             new_threads=partial(_Threads, self),

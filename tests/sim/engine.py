@@ -476,6 +476,11 @@ class DecodeEngine(SimEngine):
         if not self._attached:
             self._hang_up()
 
+    def hold(self, _: Handoff, ticket: dict[str, Any]) -> None:
+        """The agent may be lost: then nothing holds the offer."""
+        if self.is_ready:
+            self._send(wire.HoldOffer(ticket), lambda _: None)
+
     def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan
         blocks = self.cache.take(plan.first_token, plan.num_tokens) if self.is_ready else None

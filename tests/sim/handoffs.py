@@ -50,6 +50,8 @@ class Plan:
     """Between two pieces of an offer that grows."""
     fetch_after_s: float | None = 0.0
     """After the offer; None for no fetch."""
+    is_held: bool = False
+    """Whether the decode engine holds it until the fetch, or for as long as it is allowed to."""
     meets: bool = False
     """Whether it is fetched by a rendezvous, perhaps before the offer."""
     timeout_s: float = 20.0

@@ -108,7 +108,7 @@ class SimNixl:
             self._world.fail(f"{self.name}: memory is deregistered, and a READ writes into it")
         self.registered.remove(registration)
 
-    def metadata(self, registrations: Sequence[Registration]) -> bytes:
+    def metadata(self, registrations: Sequence[Registration], backend: str) -> bytes:
         return _blob(self.name, self.place)
 
     def add_peer(self, metadata: PeerMetadata) -> None:

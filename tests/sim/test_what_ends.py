@@ -329,3 +329,41 @@ def test_restarted_engine_hears_nothing_of_its_predecessor() -> None:
         assert world.end_of(handoff) == "lost"
         world.run(30.0)
         assert world.works()
+
+
+KEEP_S = 15.0
+HELD = Plan(num_tokens=16, ttl_s=3.0, fetch_after_s=40.0, is_held=True)
+"""Its fetch comes long after its time to wait."""
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_only_held_offer_is_read_after_its_ttl(is_held: bool, meets: bool) -> None:
+    transfer_id = "of-one-request-held" if meets else None
+    plan = replace(HELD, is_held=is_held, meets=meets, transfer_id=transfer_id)
+    with cluster_of(quick()) as world:
+        handoff = world.give(plan)
+        ended = world.end_of(handoff)
+        assert ended.endswith("completed" if is_held else "offer_expired")
+        assert world.count(D, "holds") == 0
+
+
+@pytest.mark.parametrize("after_s", [0.5, 10.0])
+def test_held_offer_outlives_crash_of_prefill_agent(after_s: float) -> None:
+    with cluster_of(quick()) as world:
+        handoff = world.give(HELD)
+        world.until(lambda: world.count(D, "holds") == 1)
+        world.run(after_s)
+        world.suffer(Fault(FaultKind.CRASH_AGENT, role=P, lasts_s=0.5))
+        assert world.end_of(handoff) == "completed"
+
+
+def test_crashed_engine_holds_nothing_after_seconds() -> None:
+    with cluster_of(quick()) as world:
+        handoff = world.give(HELD)
+        world.until(lambda: world.count(D, "holds") == 1)
+        world.run(20.0)
+        assert not handoff.released
+        world.suffer(Fault(FaultKind.CRASH_ENGINE, role=D, lasts_s=0.1))
+        world.until(lambda: world.count(D, "holds") == 0)
+        assert released_s(world, handoff) < KEEP_S + SOON_S

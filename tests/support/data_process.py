@@ -147,6 +147,7 @@ class Data:
         copy_threads: int = 1,
         env: Mapping[str, str] | None = None,
         forked: bool = True,
+        backends: wire.Backends = wire.UCX_ONLY,
         **options: Any,
     ) -> None:
         self.process: subprocess.Popen[bytes]
@@ -162,7 +163,12 @@ class Data:
         self._numbers = itertools.count(1)
         self.replies: dict[int, wire.DataReply] = {}
         self.call(
-            wire.Configure(nixl_name=name, slice_bytes=slice_bytes, copy_threads=copy_threads)
+            wire.Configure(
+                nixl_name=name,
+                slice_bytes=slice_bytes,
+                copy_threads=copy_threads,
+                nixl_backends=backends,
+            )
         )
 
     def _start(self, theirs: socket.socket, *, start: Any, **options: Any) -> None:
@@ -234,14 +240,17 @@ class Data:
         found: dict[str, int] = added.addresses
         return found
 
-    def metadata(self, *memories: int, devices: Sequence[str] = ()) -> tuple[bytes, ...]:
-        blobs = self.call(wire.Metadata(memories=memories, devices=tuple(devices)))
+    def metadata(
+        self, *memories: int, devices: Sequence[str] = (), backend: str = wire.UCX
+    ) -> tuple[bytes, ...]:
+        wanted = wire.Metadata(memories=memories, devices=tuple(devices), backend=backend)
+        blobs = self.call(wanted)
         found: tuple[bytes, ...] = blobs.blobs
         return found
 
-    def hold(self, memory: int, flat: FlatMemory) -> "Held":
+    def hold(self, memory: int, flat: FlatMemory, *, backend: str = wire.UCX) -> "Held":
         addresses = self.add(memory, flat)
-        return Held(self, flat, addresses, self.metadata(memory))
+        return Held(self, flat, addresses, self.metadata(memory, backend=backend))
 
     def meet(self, held: "Held", plan: int, target: int, *, remote: int = 0) -> None:
         """Know the memory of another one, and make a plan from there to ``target``."""

@@ -39,6 +39,7 @@ async def inside_agent(
             name=config.agent_id,
             slice_bytes=config.slice_bytes,
             copy_threads=config.copy_threads,
+            backends=config.backends,
         )
         try:
             async with anyio.create_task_group() as tasks:

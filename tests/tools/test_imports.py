@@ -72,7 +72,7 @@ PUBLIC = """
 kvbus kvbus.bus kvbus.cli kvbus.clocks kvbus.console kvbus.errors kvbus.fair kvbus.geometry
 kvbus.planning kvbus.protocol kvbus.spawn kvbus.spec_text kvbus.text
 kvbus.agent.access kvbus.agent.config kvbus.agent.data_plane kvbus.agent.local_engine
-kvbus.agent.runtime kvbus.agent.service
+kvbus.agent.probe kvbus.agent.runtime kvbus.agent.service
 kvbus.data.channel kvbus.data.child kvbus.data.client kvbus.data.loop kvbus.data.messages
 kvbus.data.nixl kvbus.data.server
 kvbus.engine kvbus.engine.bounce kvbus.engine.offers kvbus.engine.rank_memory
@@ -83,7 +83,8 @@ kvbus.memory.mapping kvbus.memory.segment kvbus.table.events kvbus.table.table
 kvbus_prefill.config kvbus_prefill.offer.table kvbus_prefill.prefill_service
 kvbus_prefill.slot_table
 kvbus_decode.config kvbus_decode.decode_service kvbus_decode.fetch.entry kvbus_decode.fetch.events
-kvbus_decode.fetch.table kvbus_decode.read_table kvbus_decode.remote_agent
+kvbus_decode.fetch.table kvbus_decode.holds kvbus_decode.read_table
+kvbus_decode.remote_agent
 """
 """Modules that any test may import. It may import all of the room that it is named after."""
 MOST_PRIVATE = 12

@@ -10,10 +10,10 @@ from kvbus.engine import Link
 from kvbus.protocol.engine import NUM_SEQUENCE_WORDS
 
 ATTRIBUTE = "kvbus_steps"
-"""Of SGLang's scheduler."""
+"""Attribute of SGLang's scheduler that holds its `LaunchedSteps`."""
 
 
-class Steps:
+class LaunchedSteps:
     def __init__(self, link: Link, scheduler: Any) -> None:
         self._link, self._scheduler = link, scheduler
         self._has_own_stream = scheduler is not None and (

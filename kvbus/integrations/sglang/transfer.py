@@ -31,7 +31,7 @@ from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.facts import PARAMS_KEY, Requests, TicketAndToken, name_of
 from kvbus.integrations.sglang.options import Options
 from kvbus.integrations.sglang.places import BootstrapServer, PlaceRequest, Places
-from kvbus.integrations.sglang.steps import ATTRIBUTE, Steps
+from kvbus.integrations.sglang.steps import ATTRIBUTE, LaunchedSteps
 from kvbus.protocol.engine import AgentRole, Outcome
 
 logger = logging.getLogger("sglang.kvbus")
@@ -74,7 +74,7 @@ class Manager(CommonKVManager):
             role=role,
             logger=logger,
         ).start()
-        self.steps = Steps(self.link, self.scheduler)
+        self.steps = LaunchedSteps(self.link, self.scheduler)
         setattr(self.scheduler, ATTRIBUTE, self.steps)
 
     def lora_name(self, lora_id: str | None) -> str:
@@ -249,6 +249,7 @@ class Receiver(CommonKVReceiver):
         self._place: PlaceRequest | None = None
         self._start_fetch: Callable[[Mapping[str, Any]], Fetch] | None = None
         self._has_metadata = False
+        self._is_held = not self.kv_mgr.leads
         self._starting = RLock()
         """SGLang may abort in another thread, while `poll` starts the fetch."""
 
@@ -290,6 +291,19 @@ class Receiver(CommonKVReceiver):
         except KVBusError as error:
             self._fail(str(error))
         self._fetch_soon()
+
+    def _hold_soon(self) -> None:
+        """Hold the offer while the request waits for pages; the agent's place may come later."""
+        if self._is_held or self._has_metadata or self.conclude_state is not None:
+            return
+        try:
+            ticket = self._ticket()
+        except KVBusError:  # `_fetch_soon` reports it
+            self._is_held = True
+            return
+        if ticket is not None:
+            self.kv_mgr.link.hold(ticket)
+            self._is_held = True
 
     def _fetch_soon(self) -> None:
         with self._starting:
@@ -341,6 +355,7 @@ class Receiver(CommonKVReceiver):
         ).to_json()
 
     def poll(self) -> Any:
+        self._hold_soon()
         self._fetch_soon()
         if self.conclude_state is None:
             self.conclude_state = self._final_state()

@@ -253,6 +253,8 @@ class Loads:
         # only the first of several prompts has a ticket; the others must not fail without one
         if load.handoff is not None or not is_of_later_prompt(load.request_id):
             self._expected[load.request_id] = load
+        if load.handoff is not None and load.ticket_key not in self._readers:
+            self._link.hold(load.handoff.ticket)
 
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
         num_wanted = max(0, request.num_prompt_tokens - self._num_left)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from kvbus.engine import AgentRanks, prompt_digest
-from kvbus.engine.sequence import PageName
+from kvbus.engine import AgentRanks, PageName, prompt_digest
 from kvbus.errors import ConfigError, GeometryError, ProtocolError, reason_of
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import AgentRole

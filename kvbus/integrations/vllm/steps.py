@@ -7,7 +7,7 @@ GPU                   ───────── work of 7 ──────�
 
 from collections.abc import Iterable
 
-from kvbus.engine.sequence import PageName, PageView
+from kvbus.engine import PageName, PageView
 from kvbus.protocol.engine import NUM_SEQUENCE_WORDS
 
 

@@ -1,4 +1,4 @@
-"""What a process costs a GPU, by NVIDIA's management library (NVML)."""
+"""Memory of GPUs that is in use, by NVIDIA's management library (NVML)."""
 
 import ctypes
 from functools import cache

@@ -17,10 +17,11 @@ from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import check_fetched
 from kvbus.planning import requested_states
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, HoldOffer, StartFetch
+from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.tools import Cost, Fault, FetchEvent, PeerView, Predicted, Sharing, Status
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.table.table import Driver
 from kvbus_decode.chunk import FetchResources
@@ -35,6 +36,7 @@ from kvbus_decode.fetch_reports import (
     log_fetched,
     log_retry,
 )
+from kvbus_decode.holds import OfferHolds
 from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.parts import Part, PartClient, PartServer
@@ -64,6 +66,7 @@ class DecodeService(Service):
         self._metrics = DecodeMetrics(agent.metrics)
         self._chooser = chooser = PathChooser(agent, config)
         self._peers = peers = PeerDirectory(agent, config)
+        self._holds = OfferHolds(agent, config, peers)
         self._borrower = MemoryBorrower(agent, config)
         self.routes = RouteBook(agent, peers, self._borrower)
         self._reader = Reader(agent, config, chooser, self._metrics)
@@ -98,7 +101,11 @@ class DecodeService(Service):
         self._preconnector.start()
 
     def engine_handlers(self) -> Handlers:
-        return {StartFetch: self._start_in_order, CancelFetch: self._cancel_in_order}
+        return {
+            HoldOffer: self._hold,
+            StartFetch: self._start_in_order,
+            CancelFetch: self._cancel_in_order,
+        }
 
     def peer_handlers(self) -> Handlers:
         return {
@@ -112,12 +119,14 @@ class DecodeService(Service):
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self.ordering.end_engine(engine)
+        self._holds.end_engine(engine)
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
         self.routes.remove_engine(engine)
 
     def stop(self) -> None:
         self.ordering.close()
+        self._holds.close()
         self._dispatch(Stopped())
         self._driver.stop()
         self._reader.stop()
@@ -131,6 +140,7 @@ class DecodeService(Service):
             "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
             "waiting_requests": len(self.ordering),
+            "holds": len(self._holds),
         }
 
     def on_cut(self, cut: Cut) -> None:
@@ -147,6 +157,10 @@ class DecodeService(Service):
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
         return self._peers.silent()
+
+    def faults(self) -> list[Fault]:
+        found = (source.fault for route in self.routes for source in route.sources)
+        return list(dict.fromkeys(fault for fault in found if fault))
 
     def view(self, endpoint: str) -> PeerView:
         listed = self._preconnector.view(endpoint)
@@ -188,8 +202,9 @@ class DecodeService(Service):
     def _start_fetch(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         try:
-            shown = self._tickets.admit(request, engine.engine_id)
+            shown = self._tickets.admit(request.ticket, engine.engine_id, request.prompt_digest)
         except KVBusError:
+            self._end_hold(engine, request)
             self._leases.decline(request.ticket)
             raise
         rendezvous = shown if isinstance(shown, Rendezvous) else None
@@ -215,7 +230,7 @@ class DecodeService(Service):
     def _part_requested(self, part: FetchPart, caller: Part) -> ev.Requested:
         engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         ticket = self._tickets.read(part.ticket)
-        pool = ev.Pool(part.pool_id, part.pool_instance) if part.pool_id else None
+        pool = ev.PoolName(part.pool_id, part.pool_instance) if part.pool_id else None
         route = self.routes.find(pool.holds(ticket) if pool else ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
             route.close()  # a rank of the prefill engine has restarted since
@@ -274,6 +289,15 @@ class DecodeService(Service):
             )
         return requested
 
+    def _hold(self, hold: HoldOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        self._holds.begin(engine, self._tickets.admit(hold.ticket, engine.engine_id))
+        call.reply(Empty())
+
+    def _end_hold(self, engine: LocalEngine, request: StartFetch) -> None:
+        ticket = request.ticket
+        self._holds.end(engine, ticket.get("transfer_id", ticket.get("offer_id")))
+
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         key = ev.fetch_key(engine.engine_id, cancel.fetch_id)
@@ -299,6 +323,7 @@ class DecodeService(Service):
         """Reply to the engine before logging: the engine is waiting."""
         requested = report.requested
         fetch: FetchResources = requested.resources
+        self._end_hold(fetch.engine, requested.request)
         whole_blocks = fetch.fills_blocks(requested.request)
         fetched = structs.replace(report.fetched, whole_blocks=whole_blocks)
         if requested.rank_secret or not fetch.engine.lost:  # a lost engine waits for no reply

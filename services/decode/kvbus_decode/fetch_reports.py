@@ -33,6 +33,7 @@ READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
     "parts": "Parts of fetches that are read for engines whose home is another agent.",
     "queued_fetches": "Fetches that wait for their turn.",
+    "holds": "Offers that local engines hold while their requests are queued.",
     "waiting_requests": "Requests that wait for GPU work of their engine.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",

@@ -73,7 +73,7 @@ class LeaseClient:
         self._is_driving = False
         self._committed: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Unreported commits by cell: tokens by offer."""
-        self._parked = OrderedDict[str, ev.Pool]()
+        self._parked = OrderedDict[str, ev.PoolName]()
 
     def hold_peer(self, command: ev.AcquirePeer) -> None:
         try:
@@ -228,11 +228,11 @@ class LeaseClient:
     def _note_parked(self, event: Notice) -> None:
         with suppress(KVBusError):
             parked = from_body(OfferParked, event.body)
-            self._parked[parked.offer_id] = ev.Pool(parked.engine_id, parked.engine_instance)
+            self._parked[parked.offer_id] = ev.PoolName(parked.engine_id, parked.engine_instance)
             if len(self._parked) > MAX_PARKED:
                 self._parked.popitem(last=False)
 
-    def pool_of(self, ticket: Ticket) -> ev.Pool | None:
+    def pool_of(self, ticket: Ticket) -> ev.PoolName | None:
         return self._parked.get(ticket.offer_id)
 
     def see_gap(self, boot: str) -> None:

@@ -4,13 +4,13 @@ NIXL cannot resolve a registration that overlaps an earlier one. A peer with suc
 and added again.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Container, Iterable, Set
 from dataclasses import dataclass, field
 
 import structlog
 
 from kvbus.data.client import DataProcess, Defined
-from kvbus.data.messages import AddPeer, RemovePeer
+from kvbus.data.messages import UCX, AddPeer, RemovePeer
 from kvbus.data.metadata import read_metadata
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
@@ -27,6 +27,7 @@ class NixlMemory:
     agent: str
     metadata: tuple[bytes, ...]
     extents: frozenset[Extent]
+    backend: str = UCX
 
     @classmethod
     def of(cls, done: HandshakeDone) -> "NixlMemory":
@@ -36,7 +37,7 @@ class NixlMemory:
             for rank, addresses in zip(memory.ranks, memory.addresses, strict=True)
             for segment in (rank.segments if addresses else ())
         )
-        return cls(done.nixl_agent, done.nixl_metadata, extents)
+        return cls(done.nixl_agent, done.nixl_metadata, extents, done.nixl_backend)
 
     def misfits(self, known: Set[Extent]) -> bool:
         """Return whether a known extent overlaps one here without being equal."""
@@ -120,7 +121,7 @@ class NixlPeers:
 
     async def add(self, new: NixlMemory, address: tuple[str, ...], holder: ReadMemory) -> NixlPeer:
         """Add memory to NIXL; one call at a time per process. Raises `KVBusError`."""
-        _check_name(new)
+        _check_metadata(new, self._data.backends)
         made = NixlPeer(new.agent, address, self._data)
         known = self._known.setdefault(new.agent, made)
         known.holders[holder] = None
@@ -168,12 +169,18 @@ class NixlPeers:
             raise
 
 
-def _check_name(memory: NixlMemory) -> None:
+def _check_metadata(memory: NixlMemory, backends: Container[str]) -> None:
+    if memory.backend not in backends:
+        raise LocalError(
+            f"the prefill agent chose the NIXL backend {memory.backend}, which was not offered",
+            code=ErrorCode.INVALID,
+        )
     for blob in memory.metadata:
-        name = read_metadata(blob).name
-        if name != memory.agent:
+        read = read_metadata(blob)
+        if (read.name, read.backend) != (memory.agent, memory.backend):
             raise LocalError(
-                f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
+                f"metadata of NIXL agent '{read.name}' for {read.backend} came as that of "
+                f"'{memory.agent}' for {memory.backend}",
                 code=ErrorCode.INVALID,
             )
 

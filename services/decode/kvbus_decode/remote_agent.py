@@ -16,6 +16,7 @@ from kvbus.protocol.engine import Fetched
 from kvbus.protocol.message import R, Request, Role
 from kvbus.protocol.peer import CancelRequest, CheckMemory
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.tools import Fault
 from kvbus_decode.mapped import MappedMemory, MemoryKey
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeer, NixlPeers
 
@@ -232,7 +233,8 @@ class Source:
     """Memory of a prefill engine at one agent, as one route reads it.
 
     ``engine_instance`` is empty if the agent is not the engine's home. ``nixl`` is None if all of
-    the route is mapped. ``unmapped`` is the reason for no ``mapped``.
+    the route is mapped. ``unmapped`` is the reason for no ``mapped``. ``fault`` is about the memory
+    kinds of the staging slots.
     """
 
     remote: RemoteAgent
@@ -247,6 +249,7 @@ class Source:
     remotes: Mapping[int, Defined] = field(default_factory=dict)
     mapped: MappedMemory | None = None
     unmapped: str = ""
+    fault: Fault | None = None
 
     @property
     def peer(self) -> Peer:

@@ -9,11 +9,14 @@ from weakref import WeakValueDictionary
 import anyio
 import structlog
 
+from kvbus.agent.data_plane import has_rdma
+from kvbus.agent.identity import machine_id
 from kvbus.agent.local_engine import LocalEngine, engine_lost
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient
 from kvbus.data.client import Defined
+from kvbus.data.messages import UCX
 from kvbus.errors import (
     ErrorCode,
     GeometryError,
@@ -29,6 +32,8 @@ from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.tools import Fault
+from kvbus_decode.emulation import emulation_fault, is_emulated
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.nixl_peers import NixlMemory
 from kvbus_decode.peers import PeerDirectory
@@ -75,6 +80,7 @@ class RouteBook:
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
         self._routes: dict[RouteKey, Route] = {}
+        self._warned: set[Fault] = set()
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
 
     def __iter__(self) -> Iterator[Route]:
@@ -218,6 +224,7 @@ class RouteBook:
             agent_id=self._agent.identity.agent_id,
             reader=shaken.engine.spec,
             machine=shaken.machine,
+            nixl_backends=self._agent.data.backends,
             **wanted,
         )
         client, loop, address = peer.client, self._agent.loop, peer.client.address
@@ -254,12 +261,14 @@ class RouteBook:
             within_s = shaken.deadline - self._agent.loop.time()
             lent[place] = await self.borrower.borrow(remote, done, shaken.engine, within_s=within_s)
         borrowed, memory, nixl_peer, remotes = lent[place], None, None, dict[int, Defined]()
+        fault: Fault | None = None
         if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
             memory = NixlMemory.of(done)
             await self._agent.data_plane.open()
             nixl_peer = await remote.connect_nixl(memory)
             await self._agent.data_plane.end_if_exposed()
             remotes = add_remotes(self._agent.data, done.memory, memory.agent, nixl_peer.defined)
+            fault = self._slot_fault(done, shaken.engine)
         return Source(
             remote=remote,
             engine_id=done.memory.engine.engine_id,
@@ -273,7 +282,28 @@ class RouteBook:
             remotes=remotes,
             mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
             unmapped=borrowed if isinstance(borrowed, str) else "",
+            fault=fault,
         )
+
+    def _slot_fault(self, done: HandshakeDone, engine: LocalEngine) -> Fault | None:
+        agent = self._agent
+        ours = agent.staging.kinds_of(engine.devices)
+        if done.nixl_backend != UCX or not is_emulated(
+            ours,
+            done.slot_memory,
+            on_one_machine=machine_id() == done.memory_socket.machine != "",
+            has_rdma=has_rdma(agent.data_plane.interfaces),
+        ):
+            return None
+        fault = emulation_fault(
+            f"engine '{done.memory.engine.engine_id}' at {done.agent_id}", ours, done.slot_memory
+        )
+        if fault not in self._warned:
+            if len(self._warned) >= MAX_ROUTES:
+                self._warned.clear()
+            self._warned.add(fault)
+            log.warning("read.emulated", reader=engine.engine_id, reason=fault.what, do=fault.do)
+        return fault
 
     def _keep(self, key: RouteKey, route: Route) -> None:
         if route.engine.lost:

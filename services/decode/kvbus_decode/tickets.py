@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Rendezvous, Ticket, TicketKeys
 
 MAX_COMPLETED = 65_536
@@ -17,11 +16,13 @@ class TicketGate:
         self._agent_id, self._keys = agent_id, keys
         self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def admit(self, fetch: StartFetch, engine_id: str) -> Ticket | Rendezvous:
-        """Return a fetch's valid ticket or rendezvous. Raises `LocalError` or `ProtocolError`."""
-        if not Rendezvous.is_one(fetch.ticket):
-            return self.admit_ticket(fetch.ticket, engine_id, fetch.prompt_digest)
-        rendezvous = Rendezvous.from_json(fetch.ticket)
+    def admit(
+        self, fields: Mapping[str, Any], engine_id: str, digest: str = ""
+    ) -> Ticket | Rendezvous:
+        """Return the valid ticket or rendezvous. Raises `LocalError` or `ProtocolError`."""
+        if not Rendezvous.is_one(fields):
+            return self.admit_ticket(fields, engine_id, digest)
+        rendezvous = Rendezvous.from_json(fields)
         if self._keys is not None:
             self._keys.check_signature(rendezvous)
             self._keys.check_times(rendezvous, now_s=time.time())

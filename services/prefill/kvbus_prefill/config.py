@@ -25,7 +25,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Longest lease that one acquire or renewal grants."""
     max_hold_s: Duration = 600.0
     """Longest time that one reader may renew its lease, or that readers without a lease keep an
-    open offer."""
+    offer: those in the queue of a decode engine, or those of an open offer."""
     late_read_s: Duration = 30.0
     """Time for which reads of a revoked or expired lease are still served, so that their reader
     gets its blocks back. A dead engine's addresses are kept as long."""

@@ -29,6 +29,7 @@ READINGS = {
     "pool_used_bytes": "Bytes of pool blocks in use.",
     "leases": "Leases that are live.",
     "awaited_offers": "Requests for tickets of offers that have not been made yet.",
+    "held_offers": "Offers that readers in the queue of a decode engine have held.",
     "packs": "Tiles that wait for a staging slot.",
     "slots": "Staging slots in use.",
     "waiting_requests": "Requests that wait for GPU work of their engine.",

@@ -1,7 +1,7 @@
 """Prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -39,6 +39,7 @@ from kvbus.protocol.peer import (
     Decline,
     Handshake,
     HandshakeDone,
+    KeepOffers,
     PeerWithdraw,
     Release,
     Renew,
@@ -68,6 +69,7 @@ log = structlog.get_logger()
 
 CELLS_CHECKED_EVERY_S = 1.0
 """Longest time that blocks stay pinned after a commit whose report was lost."""
+CONNECTS_WITHIN_S = 10.0
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -123,6 +125,7 @@ class PrefillService(Service):
             PeerWithdraw: self._withdraw,
             ReportCommits: self._end_committed,
             CommitQuery: self._answer_committed,
+            KeepOffers: self._keep,
             AwaitOffer: Quota(self._await_offer, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
@@ -220,6 +223,10 @@ class PrefillService(Service):
             raise _not_ready()
         self._forward(request, call)
 
+    def _keep(self, message: KeepOffers, call: Call) -> None:
+        may_come = self._agent.engines.awaits_offers_of("")
+        self._driver.dispatch(ev.KeepRequested(message, call, may_come))
+
     def _republished_in_order(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         end = partial(self._end_republishing, message, call)
@@ -256,9 +263,12 @@ class PrefillService(Service):
         check_compatible(memory.engine, handshake.reader)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
         maps = not socket.closed and "" != handshake.machine == socket.machine
+        backend, slot_memory = wire.UCX, tuple[wire.MemoryKind, ...]()
         if not maps:
-            metadata = await self._metadata(engine)
-            memory = engine.memory()
+            backend = _shared_backend(handshake, agent.data.backends, agent.identity.agent_id)
+            metadata = await self._metadata(engine, backend)
+            self._drive_connection(backend)
+            memory, slot_memory = engine.memory(), agent.staging.kinds_of(engine.devices)
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -280,10 +290,19 @@ class PrefillService(Service):
                 remote_ranks=engine.remote_ranks,
                 memory_socket=socket,
                 grant=self.lender.grant_for(call.session.key),
+                nixl_backend=backend,
+                slot_memory=slot_memory,
             )
         )
 
-    async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    # UCX connects without this process. LIBFABRIC blocks the reader's data process until this one
+    # accepts the connection, which takes calls of NIXL here.
+    def _drive_connection(self, backend: str) -> None:
+        if backend != wire.UCX:
+            progress = self._agent.data.drive_progress()
+            self._agent.loop.call_later(CONNECTS_WITHIN_S, progress.close)
+
+    async def _metadata(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         """Return NIXL metadata of the data process that runs when this returns."""
         data = self._agent.data
         while True:
@@ -295,7 +314,7 @@ class PrefillService(Service):
             boot = data.boot
             try:
                 await self._agent.data_plane.open()
-                blobs = await self._blobs(engine)
+                blobs = await self._blobs(engine, backend)
             except TransferFailed:
                 if data.boot == boot:
                     raise
@@ -303,7 +322,7 @@ class PrefillService(Service):
                 if data.boot == boot:
                     return blobs
 
-    async def _blobs(self, engine: LocalEngine) -> tuple[bytes, ...]:
+    async def _blobs(self, engine: LocalEngine, backend: str) -> tuple[bytes, ...]:
         agent = self._agent
         direct = [rank for rank in engine.ranks.values() if rank.direct]
         slots = agent.staging.of(engine.devices)
@@ -312,6 +331,7 @@ class PrefillService(Service):
         wanted = wire.Metadata(
             memories=tuple(rank.number for rank in direct),
             devices=tuple(one.device for one in slots),
+            backend=backend,
         )
         reply = await agent.data.call(wanted)
         await agent.data_plane.end_if_exposed()
@@ -496,11 +516,28 @@ class PrefillService(Service):
             "awaited_offers": self._table.num_waiting,
             "pool_bytes": self._parking.size_bytes,
             "pool_used_bytes": self._parking.num_bytes,
+            "held_offers": self._table.num_held,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": self._agent.data.num_progress,
             "memory_readers": self.lender.num_readers,
         }
+
+
+def _shared_backend(handshake: Handshake, ours: Sequence[str], agent_id: str) -> str:
+    """Return the first backend of the reader that is among ``ours``."""
+    shared = [name for name in handshake.nixl_backends if name in ours]
+    if not shared:
+        wanted, here = ", ".join(handshake.nixl_backends), ", ".join(ours)
+        raise LocalError(
+            f"no common NIXL backend: the decode agent '{handshake.agent_id}' has {wanted}, the "
+            f"prefill agent '{agent_id}' has {here}; give both one in nixl_backends",
+            code=ErrorCode.INCOMPATIBLE,
+            field="nixl_backends",
+            prefill=here,
+            decode=wanted,
+        )
+    return shared[0]
 
 
 def _not_ready() -> LocalError:

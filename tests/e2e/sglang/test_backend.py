@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 
-from kvbus.engine.sequence import PageView
+from kvbus.engine import PageView
 from kvbus.errors import ConfigError
 from kvbus.integrations.sglang.steps import process_result, run_batch
 from kvbus.integrations.vllm.params import digest_of

@@ -84,6 +84,26 @@ def refused(folder: Path) -> dict[str, Refused]:
             env(UCX_TLS="bogus"),
             r"error: UCX does not start on data_interfaces = \['lo'\]: .*UCX_TLS=bogus",
         ),
+        "a backend that NIXL lacks": (
+            "decode",
+            {"nixl_backends": ["UCX", "Mooncake"], "mapped": True},
+            "error: key 'nixl_backends': backend 'Mooncake' cannot be loaded: .* NIXL has .*UCX",
+        ),
+        "a backend for files": (
+            "prefill",
+            {"nixl_backends": ["POSIX"], "mapped": False},
+            "error: key 'nixl_backends': backend 'POSIX' is for storage",
+        ),
+        "a parameter that UCX lacks": (
+            "prefill",
+            env(KVBUS_NIXL_BACKEND_PARAMS="UCX.workers=2"),
+            "error: key 'nixl_backend_params': backend 'UCX' has no workers; it has .*num_workers",
+        ),
+        "a wrong value for UCX": (
+            "decode",
+            {**env(KVBUS_NIXL_BACKEND_PARAMS="UCX.num_workers=x"), "mapped": False},
+            "error: UCX does not start on .*: no NIXL backend UCX num_workers=x",
+        ),
         "no interface": (
             "decode",
             env(UCX_NET_DEVICES="bogus0"),

@@ -17,7 +17,6 @@ from kvbus.engine import Link, RankMemory
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused, SegmentError
 from kvbus.geometry import EngineSpec, lay_out_rank
 from kvbus.memory.cuda import GpuMemory
-from kvbus.memory.cuda.driver import free_bytes
 from tests.process.gpu.conftest import WITHIN_S
 from tests.process.handoffs.shapes import ShapedAgents
 from tests.support.agents import Agents, until
@@ -52,6 +51,12 @@ def engine_process(shapes: ShapedAgents, engine_id: str) -> Iterator[subprocess.
         process.kill()
 
 
+def free_bytes() -> int:
+    cuda = Cuda()
+    with cuda.on(0):
+        return cuda.free_bytes()
+
+
 def line_of(process: subprocess.Popen[str]) -> str:
     out: IO[str] | None = process.stdout
     assert out is not None
@@ -66,9 +71,9 @@ async def test_the_memory_of_a_killed_engine_is_free_again(shapes: ShapedAgents)
     engine_id = uuid.uuid4().hex
     with engine_process(shapes, engine_id) as doomed:
         size_bytes, _ = int(line_of(doomed)), line_of(doomed)
-        before = free_bytes(0)
+        before = free_bytes()
         doomed.kill()
-        await until(lambda: free_bytes(0) >= before + size_bytes, FREED_WITHIN_S)
+        await until(lambda: free_bytes() >= before + size_bytes, FREED_WITHIN_S)
 
     assert size_bytes >= 1 << 28
     assert shapes.prefill.says("engine.lost", engine_id=engine_id)

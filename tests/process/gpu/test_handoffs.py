@@ -28,6 +28,13 @@ PLACES = {
     "GPU to host": ("cuda:0", "cpu"),
     "host to GPU": ("cpu", "cuda:0"),
 }
+WAYS = [
+    ("auto", "one GPU"),
+    ("auto", "two GPUs"),
+    ("packed", "one GPU"),
+    ("packed", "GPU to host"),
+    ("packed", "host to GPU"),
+]
 SHAPES = {
     "equal": (Side(), Side()),
     "tp2-3": (Side(tp=2), Side(tp=3)),
@@ -38,7 +45,7 @@ APART = Side(memory=Memory(padding=2)), Side(memory=Memory(HND, apart=True))
 
 
 PARTED = GroupSpec("parted", (0,), 64, 8, 64, "float16")
-NUM_PARTED_BLOCKS = 1000
+NUM_PARTED_BLOCKS = 1100
 OFFSET_BYTES = 4096
 
 
@@ -78,16 +85,14 @@ async def check(shapes: ShapedAgents, path: str, sides: Sequence[Side], places: 
             assert fetched.path in ("mapped" if is_mapped else "packed", "")
 
 
-@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("path", ["auto", "packed"])
+@pytest.mark.parametrize(("path", "places"), WAYS)
 async def test_every_byte_arrives(shapes: ShapedAgents, path: str, name: str, places: str) -> None:
     await check(shapes, path, SHAPES[name], places)
 
 
 @pytest.mark.needs_torch_cuda
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("path", ["auto", "packed"])
+@pytest.mark.parametrize(("path", "places"), WAYS)
 async def test_tensors_of_torch_arrive(shapes: ShapedAgents, path: str, places: str) -> None:
     await check(shapes, path, APART, places)
 

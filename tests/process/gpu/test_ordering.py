@@ -1,6 +1,5 @@
 """What the agents copy comes after the GPU work that the engine recorded, and not before."""
 
-import ctypes
 from typing import Any
 
 import anyio
@@ -8,10 +7,10 @@ import pytest
 
 from kvbus.engine import Link, RankMemory
 from kvbus.geometry import GroupSpec, KvLayout
-from kvbus.memory.cuda import GpuAllocation, PinnedMemory, driver
-from kvbus.memory.nvidia import nvidia_driver
+from kvbus.memory.cuda import GpuAllocation, PinnedMemory
 from tests.process.gpu.fake import delay, tensor_at
 from tests.process.handoffs.shapes import ShapedAgents
+from tests.support.cuda.calls import Cuda, refused
 from tests.support.engines import make_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -22,6 +21,7 @@ ALL: dict[str, Any] = {"num_tokens": NUM_BLOCKS * 16, "block_ids": {"full": rang
 NHD = KvLayout.parse("NHD")
 OLD, NEW = 0x11, 0x22
 SLOW_MS = 300
+NOT_READY = 600
 
 
 class SlowEngine:
@@ -32,21 +32,22 @@ class SlowEngine:
         self.memory = RankMemory.allocate(self.spec, 0, NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
         (storage,) = self.memory.storages.values()
         assert isinstance(storage, GpuAllocation)
-        self._storage = storage
-        with driver.on_gpu(0):
-            self.stream = driver.new_stream()
+        self._storage, self.cuda = storage, Cuda()
+        with self.cuda.on(0):
+            self.stream = self.cuda.stream().value or 0
         self._source = PinnedMemory(storage.size_bytes, 0)
 
     def write_late(self, byte: int) -> None:
         self._source.bytes[:] = byte
         size_bytes = self._storage.size_bytes
-        with driver.on_gpu(0):
+        with self.cuda.on(0):
             delay(self.stream, SLOW_MS)
-            driver.copy_async(self._storage.address, self._source.address, size_bytes, self.stream)
+            places = self._storage.address, self._source.address
+            self.cuda.cuMemcpyAsync(*places, size_bytes, self.stream)
 
     def finish(self) -> None:
-        with driver.on_gpu(0):
-            driver.synchronize(self.stream)
+        with self.cuda.on(0):
+            self.cuda.cuStreamSynchronize(self.stream)
 
     def content(self) -> set[int]:
         self.finish()
@@ -107,12 +108,11 @@ async def test_a_step_loop_that_never_idles_starves_no_offer(shapes: ShapedAgent
         made = prefill.offer("r", after=first, **ALL)
         numbers = [first]
         while not made.made.done():
-            with driver.on_gpu(0):
+            with source.cuda.on(0):
                 delay(source.stream, SLOW_MS)
             numbers.append(prefill.record(stream=source.stream))
-            with driver.on_gpu(0):
-                has_more = not is_idle(source.stream)
-            assert has_more, "the loop was idle"
+            with source.cuda.on(0), refused(NOT_READY):  # the loop is never idle
+                source.cuda.cuStreamQuery(source.stream)
             await anyio.sleep(SLOW_MS / 2000)
         await decode.fetch(made.ticket, **ALL).ended
         await made.ended
@@ -120,8 +120,3 @@ async def test_a_step_loop_that_never_idles_starves_no_offer(shapes: ShapedAgent
     assert numbers == sorted(set(numbers))
     assert len(numbers) > 1
     assert target.content() == {NEW}
-
-
-def is_idle(stream: int) -> bool:
-    code: int = nvidia_driver().cuStreamQuery(ctypes.c_void_p(stream))
-    return code == 0

@@ -39,7 +39,7 @@ OF_COST = ("engine_unknown", "invalid")
 """Refusals of a permitted request with wrong names."""
 HARMLESS = {
     "status", "trace", "cost", "ping", "unpack", "cancel_part", "cancel_request", "decline",
-    "commits", "committed",
+    "commits", "committed", "keep_offers",
 }  # fmt: skip
 """Requests without a right; unknown slots and names are released."""
 NUM_HANDOFFS = num_examples(12)

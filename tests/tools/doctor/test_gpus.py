@@ -17,13 +17,12 @@ from tests.tools.doctor.running import Findings, checked, severities
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor", "--json"]
 KERNELS = [Path(cuda.__file__).with_name("copy_lattice.cu")]
-UCX = {"UCX_MEMTYPE_CACHE": "n", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 READ, SHARED = "cuda.read.ipc", ("cuda.gpus", "cuda.ipc", "cuda.descriptors")
 
 
 def look(folder: Path, env: dict[str, str] | None = None, **settings: Any) -> Findings:
     """The findings of the family ``cuda``; those of this machine's own namespaces are left out."""
-    wanted = {**os.environ, **UCX, **(env or {})}
+    wanted = {**os.environ, **(env or {})}
     fake = fake_cuda_env(kernels=KERNELS, world=World(folder / "world"), env=wanted, **settings)
     done = subprocess.run(
         [*KVBUS, "--only", "cuda"], env=fake, capture_output=True, text=True, check=False

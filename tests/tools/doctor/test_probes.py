@@ -105,6 +105,16 @@ def test_nixl_that_does_not_work_is_an_error_with_its_reason(
     assert reason in found["found"]
 
 
+def test_plugins_that_crash_are_a_warning(machine: Machine) -> None:
+    machine.has(plugins=CRASH)
+
+    found = machine.doctor("--only", "nixl")
+
+    assert found["nixl.plugins"]["severity"] == "warning"
+    assert "was ended by SIGSEGV" in found["nixl.plugins"]["found"]
+    assert found["nixl.read.configured"]["severity"] != "error"
+
+
 @pytest.mark.parametrize("target", [says({}), HANG], ids=["target-stays", "target-late"])
 def test_failed_process_of_pair_is_named_and_both_end(machine: Machine, target: str) -> None:
     machine.has(target=target, reader="sys.exit('it is broken')")

@@ -60,6 +60,23 @@ def test_variables_are_of_the_type_of_their_keys(environment: pytest.MonkeyPatch
     assert config.allowed_peers == ()
 
 
+def test_parameters_of_backends_are_strings_in_order_of_the_backends(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
+    path.write_text(
+        FILE + 'nixl_backends = ["LIBFABRIC", "UCX"]\n[nixl_backend_params.UCX]\nnum_workers = 2\n'
+        'ucx_devices = "mlx5_0:1"\nucx_ep_close_force = true\n'
+    )
+    told = "LIBFABRIC.num_threads=4, UCX.num_workers=1"
+
+    of_file = load_config(DecodeConfig, path)
+    told_both = load_config(DecodeConfig, path, settings=[f"nixl_backend_params={told}"])
+
+    ucx = {"num_workers": "2", "ucx_devices": "mlx5_0:1", "ucx_ep_close_force": "true"}
+    assert list(of_file.backends.items()) == [("LIBFABRIC", {}), ("UCX", ucx)]
+    assert told_both.backends == {"LIBFABRIC": {"num_threads": "4"}, "UCX": {"num_workers": "1"}}
+
+
 def test_setting_wins_over_variable_over_file(environment: pytest.MonkeyPatch, path: Path) -> None:
     path.write_text(FILE + "lease_s = 1.0\nheartbeat_s = 1.0\nidle_peer_s = 1.0\n")
     environment.setenv("KVBUS_HEARTBEAT_S", "2")
@@ -97,6 +114,18 @@ WRONG = [
     ("file", "path = 'fast'", "'fast': expected one of auto, direct, staged, packed, mapped"),
     ("file", "otlp_endpoint = 'x'", "'otlp_endpoint': 'x': expected http://HOST:PORT or https:"),
     ("file", "peers = ['10.0.0.1:7701']", "expected tcp://HOST:PORT for each, and behind"),
+    ("file", "nixl_backends = []", "key 'nixl_backends'"),
+    ("file", "nixl_backends = ['../UCX']", "expected names such as UCX or LIBFABRIC"),
+    ("file", "nixl_backends = ['UCX', 'UCX']", "key 'nixl_backends': named twice: UCX"),
+    ("file", "[nixl_backend_params]\nUCX = 1", "key 'nixl_backend_params'"),
+    (
+        "file",
+        "[nixl_backend_params.LIBFABRIC]\nnum_threads = 1",
+        "'nixl_backend_params': LIBFABRIC is not among nixl_backends, which has UCX",
+    ),
+    ("variable", "KVBUS_NIXL_BACKEND_PARAMS=num_workers=2", "'num_workers=2' is not NAME.KEY=VAL"),
+    ("setting", "nixl_backend_params=UCX.num_workers", "'UCX.num_workers' is not NAME.KEY=VALUE"),
+    ("setting", "gpu_slots=pinned", "'pinned': expected one of auto, host, gpu"),
     ("file", "http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
 ]
 
@@ -172,7 +201,7 @@ def test_every_key_can_be_set(environment: pytest.MonkeyPatch, kind: type[AgentC
         environment.setenv(variable(name), value)
     for key in keys_of(kind):
         value = getattr(default, key)
-        text = ",".join(value) if isinstance(value, tuple) else str(value).lower()
+        text = ",".join(value) if isinstance(value, tuple | dict) else str(value).lower()
         assert load_config(kind, None, settings=[f"{key}={text}"]) == default
         with environment.context() as there:
             there.setenv(variable(key), text)
@@ -181,7 +210,7 @@ def test_every_key_can_be_set(environment: pytest.MonkeyPatch, kind: type[AgentC
 
 def test_number_of_config_keys_of_both_agents_stays_capped() -> None:
     """An operator has to know each key: a value that nobody changes is a constant."""
-    assert len(keys_of(PrefillConfig) | keys_of(DecodeConfig)) <= 47
+    assert len(keys_of(PrefillConfig) | keys_of(DecodeConfig)) <= 50
 
 
 STARTED = """

@@ -22,11 +22,6 @@ from tests.support import cuda as fake
 from tests.support.cuda.apart import apart
 
 GPU, SLOT_BYTES, NUM_SLOTS = fake.uuid(0), 1 << 20, 4
-UCX = {
-    "UCX_NET_DEVICES": "lo",
-    "UCX_MEMTYPE_CACHE": "n",
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-}
 Lines = list[MutableMapping[str, Any]]
 
 
@@ -57,7 +52,7 @@ async def _place(**options: Any) -> Lines:
 
 
 def _slots(**options: Any) -> tuple[str, dict[str, MutableMapping[str, Any]]]:
-    os.environ.update(UCX)
+    os.environ["UCX_NET_DEVICES"] = "lo"
     lines = anyio.run(partial(_place, **options))
     (placed,) = (line for line in lines if line["event"] == "staging.placed")
     return placed["memory"], {line["event"]: line for line in lines}
@@ -96,10 +91,11 @@ def test_slots_are_pinned_host_memory_where_reads_fail() -> None:
 
 
 @apart(only_fake=True)
-def test_nothing_is_measured_without_a_nic() -> None:
+def test_no_read_is_measured_without_nic_or_for_slots_on_gpu() -> None:
     async def never(_gpu: str) -> Any:
         raise AssertionError("a READ was measured")
 
     memory, _ = _slots(measure_read=never)
+    wanted, _ = _slots(on_gpu=True, measure_read=never)
 
-    assert memory == "DRAM"
+    assert (memory, wanted) == ("DRAM", "VRAM")

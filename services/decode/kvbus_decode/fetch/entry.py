@@ -289,7 +289,7 @@ class FetchEntry:
             wanted = max(request.first_token, answer.num_tokens)
             self.requested = replace(self.requested, request=replace(request, num_tokens=wanted))
 
-    def move_to(self, pool: ev.Pool | None) -> bool:
+    def move_to(self, pool: ev.PoolName | None) -> bool:
         """Continue in a pool; return False without one, or if it is the current one."""
         if pool is None or pool == self.requested.pool:
             return False

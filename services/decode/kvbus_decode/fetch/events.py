@@ -56,14 +56,14 @@ class SpeculativeRead:
     acquires: bool
 
 
-class Pool(Value, frozen=True):
-    """Pool with the blocks of a parked offer, which is read as an engine's memory."""
+class PoolName(Value, frozen=True):
+    """The pool with the blocks of a parked offer, which is read as an engine's memory."""
 
     engine_id: str
     engine_instance: str
 
     @classmethod
-    def of(cls, error: KVBusError) -> "Pool | None":
+    def of(cls, error: KVBusError) -> "PoolName | None":
         """Return the pool that a refusal names, if any."""
         if error.code is not ErrorCode.OFFER_PARKED:
             return None
@@ -93,7 +93,7 @@ class Requested(Value, frozen=True):
     has_state: bool = False
     commit_token: str = ""
     rendezvous: Rendezvous | None = None
-    pool: Pool | None = None
+    pool: PoolName | None = None
     remote_ranks: tuple[AgentRanks, ...] = ()
     rank_secret: str = ""
     resources: Any = None

@@ -341,7 +341,7 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 #     attempt 1   READ from the engine ─▶ Acquire or Commit ─▶ offer_parked: the pool
 #     attempt 2                                                └ handshake ─▶ Acquire ─▶ READ ─▶ ...
 def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
-    is_retried = error.code in RETRIED or fetch.move_to(ev.Pool.of(error))
+    is_retried = error.code in RETRIED or fetch.move_to(ev.PoolName.of(error))
     is_final = not is_retried or fetch.deadline <= at.now
     if is_final or (fetch.state is AWAITING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)

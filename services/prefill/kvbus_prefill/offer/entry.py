@@ -203,6 +203,17 @@ class OfferEntry:
     def retire(self) -> None:
         self.tables, self.ticket, self.waiting, self.pooled = {}, None, {}, None
 
+    @property
+    def is_held(self) -> bool:
+        return self.hold_ends_at is not None
+
+    def hold(self, seconds: float, at: Context) -> bool:
+        """Keep the offer, for ``max_hold_s`` after the first call; return whether it is kept."""
+        if self.hold_ends_at is None:
+            self.hold_ends_at = at.now + at.limits.max_hold_s
+        self.wait_until(min(at.now + seconds, self.hold_ends_at))
+        return at.now < self.hold_ends_at
+
     def wait_until(self, when: float) -> None:
         self.expires_at = max(self.expires_at, when)
 

@@ -8,6 +8,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import EndedOffer, MakeOffer, Released
 from kvbus.protocol.message import Message
+from kvbus.protocol.peer import KeepOffers
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
 from kvbus.table.events import (
@@ -48,6 +49,14 @@ class Opened(Value, frozen=True):
     ttl_s: float
     ticket_blocks: int = 0
     cell: CommitCell | None = None
+
+
+class KeepRequested(Value, frozen=True):
+    """Request of a reader's agent; ``may_come``: an engine may still publish unknown offers."""
+
+    message: KeepOffers
+    reply_to: object
+    may_come: bool
 
 
 class Restored(Value, frozen=True):
@@ -110,6 +119,7 @@ class EnginesGone(Value, frozen=True):
 Event = (
     RequestReceived[Any]
     | Opened
+    | KeepRequested
     | Restored
     | Copied
     | CellCommitted

@@ -1,13 +1,14 @@
 """Table of all offers: admission, names and dispatch (sans-IO)."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, ParkOffer, SealOffer
-from kvbus.protocol.message import check_right
+from kvbus.protocol.message import check_right, is_right
 from kvbus.protocol.peer import (
     AwaitOffer,
     Commit,
@@ -15,6 +16,8 @@ from kvbus.protocol.peer import (
     CommitQuery,
     Decline,
     Digest,
+    HeldOffer,
+    OffersKept,
     Pack,
     Release,
     Renew,
@@ -22,7 +25,7 @@ from kvbus.protocol.peer import (
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
 from kvbus.table.table import Table
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
+from kvbus_prefill.offer.entry import Context, OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands
 from kvbus_prefill.offer.transitions import TRANSITIONS, declined, done, draining, ended
 
@@ -58,6 +61,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """Their requests may be offered again."""
         self._named: dict[str, OfferEntry] = {}
         self._used_names: OrderedDict[str, UsedName] = OrderedDict()
+        self._kept_names: OrderedDict[str, float] = OrderedDict()
+        """Ends of holds whose offers are not made yet."""
 
     @property
     def num_offers(self) -> int:
@@ -74,6 +79,10 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     @property
     def num_leases(self) -> int:
         return sum(len(offer.live_leases) for offer in self.live.values())
+
+    @property
+    def num_held(self) -> int:
+        return sum(offer.is_held for offer in self.live.values())
 
     # Queries without side effects.
 
@@ -150,19 +159,67 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         )  # its reader crashed before its report
         return commands + self._apply(offer, committed, now)
 
+    # A history has room for 32 steps, which renewals every few seconds would fill. So this is no
+    # transition, and the history notes the first one only.
+    def _keep(self, event: ev.KeepRequested, now: float) -> Commands:
+        at, keep_s = Context(now, self.limits), min(event.message.keep_s, self.limits.max_lease_s)
+        held = enumerate(event.message.offers)
+        over = tuple(i for i, one in held if not self._keep_one(one, keep_s, event, at))
+        return [SendReply(event.reply_to, OffersKept(keep_s, over))]
+
+    def _keep_one(
+        self, held: HeldOffer, keep_s: float, event: ev.KeepRequested, at: Context
+    ) -> bool:
+        if not held.offer_id:
+            offer = self._named.get(held.secret)
+            if offer is None or offer.state is OfferState.AWAITED:
+                return self._keep_name(held.secret, at.now + keep_s)
+        elif (offer := self.find(held.offer_id)) is None:
+            return event.may_come
+        elif not is_right(held.secret, offer.secret):
+            return False
+        elif offer.is_over:
+            return offer.ended_by in OUTLIVED
+        if not offer.is_held:
+            offer.history.note(at.now, event, offer.state, ())
+        is_kept = offer.hold(keep_s, at)
+        self.deadlines.set(offer.key, offer.due_at)
+        return is_kept
+
+    def _keep_name(self, name: str, until: float) -> bool:
+        if name in self._used_names:
+            return self._used_names[name].code in OUTLIVED
+        self._kept_names[name] = until
+        self._kept_names.move_to_end(name)
+        if len(self._kept_names) > self.limits.max_names:
+            self._kept_names.popitem(last=False)
+        return True
+
+    def _open(self, event: ev.Opened, now: float) -> Commands:
+        offer = self._admit(event)
+        commands = self._apply(offer, event, now)
+        kept_s = self._kept_names.pop(offer.transfer_id, now) - now
+        if kept_s > 0 and not offer.is_over:
+            offer.hold(kept_s, Context(now, self.limits))
+            self.deadlines.set(offer.key, offer.due_at)
+        return commands
+
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        if isinstance(event, ev.Restored):
-            return self._restore(event, now)
-        if isinstance(event, ev.Copied):
-            return self._park(event, now)
+        of_table: dict[type[Any], Callable[[Any, float], Commands]] = {
+            ev.Restored: self._restore,
+            ev.Copied: self._park,
+            ev.KeepRequested: self._keep,
+        }
+        if type(event) in of_table:
+            return of_table[type(event)](event, now)
         if not isinstance(event, ev.RequestReceived | ev.Opened):
             return self._apply_all(self._hit_by(event, now), event, now)
         try:
             if isinstance(event, ev.Opened):
-                return self._apply(self._admit(event), event, now)
+                return self._open(event, now)
             return self._answer(event, now)
         except KVBusError as error:
             return [Refuse(event.reply_to, error)]

@@ -383,9 +383,7 @@ def refuse_early_commit(
     offer: OfferEntry, _event: ev.RequestReceived[Commit], at: Context
 ) -> Commands:
     """Refuse the commit; each keeps the offer for ``max_lease_s``, and all for ``max_hold_s``."""
-    if offer.hold_ends_at is None:
-        offer.hold_ends_at = at.now + at.limits.max_hold_s
-    offer.wait_until(min(at.now + at.limits.max_lease_s, offer.hold_ends_at))
+    offer.hold(at.limits.max_lease_s, at)
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 

@@ -1,0 +1,142 @@
+"""Offers that wait for a queued request of the decode engine, between two real agents."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbus.engine import Outcome, Rendezvous, new_secret
+from kvbus.errors import RequestRefused
+from kvbus.protocol import HoldOffer
+from tests.support.agents import until
+from tests.support.engines import Engine, engine, make_spec
+from tests.unit.decode.neighbours import Neighbours, neighbours
+
+pytestmark = pytest.mark.anyio
+
+TTL_S = 0.6
+NUM_TOKENS = 32
+
+
+@pytest.fixture(autouse=True)
+def _short_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbus_decode.holds.KEEP_S", 0.9)
+    monkeypatch.setattr("kvbus.engine.holds.HOLD_AFTER_S", 0.01)
+    monkeypatch.setattr("kvbus.engine.holds.RETRY_S", 0.05)
+
+
+async def offered(source: Engine, name: str = "r", **options: Any) -> Any:
+    blocks = source.some_blocks(3, NUM_TOKENS)
+    options = {"ttl_s": TTL_S, **options}
+    return await source.prefill.offer(name, num_tokens=NUM_TOKENS, block_ids=blocks, **options)
+
+
+def holds(both: Neighbours) -> int:
+    return both.decode.service.counts()["holds"]
+
+
+async def fetched(target: Engine, ticket: Any) -> None:
+    blocks = target.some_blocks(4, NUM_TOKENS)
+    await target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=blocks).ended
+
+
+async def outlives_others(source: Engine, hold: Any, number: int = 2) -> None:
+    """Each offer without a hold is made later than the held one, and ends earlier."""
+    for one in range(number):
+        other = await offered(source, f"other {one}", ttl_s=2 * TTL_S)
+        assert await other.ended is Outcome.EXPIRED
+        assert not hold.ended.done()
+
+
+async def test_held_offer_outlives_its_ttl_and_is_read(both: Neighbours) -> None:
+    async with both.engines() as (source, target):
+        offer = await offered(source)
+        target.decode.hold(offer.ticket)
+        await outlives_others(source, offer)
+        assert holds(both) == 1
+        await fetched(target, offer.ticket)
+        assert await offer.ended is Outcome.COMPLETED
+        assert holds(both) == 0
+
+
+async def test_rendezvous_is_held_by_name_before_its_offer(both: Neighbours) -> None:
+    async with both.engines() as (source, target):
+        endpoint = both.prefill.runtime.agent.identity.peer_endpoint
+        named = Rendezvous(transfer_id=new_secret(), endpoint=endpoint).to_json()
+        target.decode.hold(named)
+        await until(lambda: holds(both) == 1)
+        offer = await offered(source, transfer_id=named["transfer_id"])
+        await outlives_others(source, offer)
+        await fetched(target, named)
+        assert await offer.ended is Outcome.COMPLETED
+        assert holds(both) == 0
+
+
+async def test_released_ticket_is_held_no_longer(both: Neighbours) -> None:
+    async with both.engines() as (source, target):
+        offer = await offered(source, ttl_s=60.0)
+        target.decode.hold(offer.ticket)
+        await until(lambda: holds(both) == 1)
+        target.decode.release(offer.ticket)
+        assert await offer.ended is Outcome.COMPLETED
+        await until(lambda: holds(both) == 0)
+
+
+async def test_lost_engine_holds_nothing(both: Neighbours) -> None:
+    theirs, ours = both.prefill.attach, both.decode.config.attach_path
+    async with engine(theirs, make_spec(), seed=1) as source:
+        async with engine(ours, make_spec(), seed=2) as target:
+            offer = await offered(source)
+            target.decode.hold(offer.ticket)
+            await until(lambda: holds(both) == 1)
+        await until(lambda: holds(both) == 0)
+        assert await offer.ended is Outcome.EXPIRED
+
+
+async def test_prefill_agent_ends_holds_that_are_over(both: Neighbours) -> None:
+    async with both.engines() as (source, target):
+        offer = await offered(source)
+        target.decode.hold({**offer.ticket, "secret": new_secret()})
+        await until(lambda: holds(both) == 1)
+        await until(lambda: holds(both) == 0)
+        assert await offer.ended is Outcome.EXPIRED
+        offer = await offered(source, "withdrawn", ttl_s=60.0)
+        target.decode.hold(offer.ticket)
+        await until(lambda: holds(both) == 1)
+        await offer.withdraw()
+        await until(lambda: holds(both) == 0)
+
+
+async def test_holds_are_bounded_fairly_and_wait_their_turn(folder: Path) -> None:
+    async with (
+        neighbours(folder, decode={"max_handoffs": 4}) as both,
+        both.engines() as (source, target),
+    ):
+        offers = [await offered(source, f"r{one}", ttl_s=60.0) for one in range(8)]
+        for offer in offers[:6]:
+            target.decode.hold(offer.ticket)
+        await until(lambda: holds(both) == 4)
+        with pytest.raises(RequestRefused) as refused:
+            await target.decode.connection.request(HoldOffer(offers[6].ticket))
+        assert refused.value.code == "busy"
+        async with engine(both.decode.config.attach_path, make_spec(), seed=3) as other:
+            await other.decode.connection.request(HoldOffer(offers[6].ticket))
+            assert holds(both) == 4
+        await until(lambda: holds(both) == 4)  # the place is free, and the link tries again
+        for offer in offers:
+            await fetched(target, offer.ticket)
+        assert holds(both) == 0
+
+
+async def test_hold_of_an_agent_that_may_not_be_reached_is_refused(folder: Path) -> None:
+    async with (
+        neighbours(folder, decode={"allowed_peers": ["10.9.9.9"]}) as both,
+        both.engines() as (source, target),
+    ):
+        offer = await offered(source)
+        for ticket in (offer.ticket, {**offer.ticket, "kvbus": 2}, {"offer_id": "o"}):
+            with pytest.raises(RequestRefused):
+                await target.decode.connection.request(HoldOffer(ticket))
+            target.decode.hold(ticket)
+        assert await offer.ended is Outcome.EXPIRED
+        assert holds(both) == 0
