@@ -378,6 +378,11 @@ SCRIPTS: dict[str, list[Step]] = {
         (DUE, "resolve"), (ready(attempt=2), "acquire"), (grant(attempt=2), "read 0-32 last")],
     "a read of an offer that was parked is stopped before the next": [BESIDE, (parked(), "stop"),
         (1, READ, "end"), (DUE, "resolve")],
+    "tokens that an earlier attempt has read of the engine are read again": [
+        requested(chunk_tokens=16), READY, (grant(), "read 0-16"),
+        (READ, "read 16-32 last, landed 16"), (GONE, "stop"), (READ, "release, end"),
+        (DUE, "resolve"), ready(attempt=2), (parked(2), "end"), (DUE, "resolve"), ready(attempt=3),
+        (grant(attempt=3), "read 0-16")],
     "a failure behind the move is the first": [known(), parked(), DUE,
         (replace(GONE, attempt=2), "end"), (DUE, "resolve"), ready(attempt=3), grant(attempt=3),
         READ, (yes(3), "completed #2")],
