@@ -251,7 +251,7 @@ class OfferEntry:
         if self.pooled is None and engine_id not in ("", self.engine_id):
             raise LocalError(
                 f"the offer's blocks are not those of engine '{engine_id}'",
-                code=ErrorCode.GEOMETRY,
+                code=ErrorCode.FORBIDDEN,
             )
         if self.pooled is not None and engine_id != self.pooled.engine_id:
             raise LocalError(
