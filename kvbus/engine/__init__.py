@@ -31,6 +31,8 @@ __all__ = [
     "Offer",
     "OfferOptions",
     "Outcome",
+    "PageName",
+    "PageView",
     "RankMemory",
     "Rendezvous",
     "describe_tensors",

@@ -182,8 +182,11 @@ class DecodeService(Service):
 
     def _part_in_order(self, part: FetchPart, call: Call) -> None:
         """A ``cancel_part`` does not wait: `PartServer` then never begins the part."""
-        engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         start = partial(self._parts.fetch, call=call)
+        if not part.after:
+            start(part)
+            return
+        engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
         self._after_gpu_work(engine, call, part, call, start)
 
     def _after_gpu_work(

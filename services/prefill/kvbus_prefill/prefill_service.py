@@ -29,7 +29,7 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
     Acquire,
     AwaitOffer,
@@ -349,8 +349,12 @@ class PrefillService(Service):
             return engines.engine(wanted, instance=handshake.engine_instance)
         if self._table.find(handshake.offer_id) is None:
             engines.check_published(wanted, handshake.engine_instance)
-        self._table.check_source(handshake.offer_id, handshake.secret, wanted)
-        return engines.engine(wanted, instance=handshake.engine_instance)
+        offer = self._table.check_reader(handshake.offer_id, handshake.secret)
+        if offer.pooled is not None:
+            offer.check_engine(wanted)
+        engine = engines.engine(wanted, instance=handshake.engine_instance)
+        check_right(wanted, offer.memory_engine_id)
+        return engine
 
     def _check_ahead(self) -> None:
         allowed = self._config.shake_hands_ahead  # with keys, a reader has one of role `decode`

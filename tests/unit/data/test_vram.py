@@ -14,23 +14,18 @@ from tests.support.cuda.calls import Cuda
 
 SIZE = 1 << 20
 CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
-SETTINGS = {
-    "UCX_NET_DEVICES": "lo",
-    "UCX_MEMTYPE_CACHE": "n",  # where UCX finds no libcudart, it would take VRAM for host memory
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",  # without NVLinks, it would copy through the host
-}
 
 
 def owner(cuda: Cuda, other: Beside) -> None:
     cuda.start()
     agent, registered, at = agent_with_vram(cuda, "owner")
     cuda.write(at, CONTENT)
-    other.send(agent.metadata([registered]), at)
+    other.send(agent.metadata([registered], "UCX"), at)
     while not other.has_ended():
         agent.progress()
 
 
-@apart(owner, only_fake=True)
+@apart(owner, only_fake=True)  # UCX chooses CUDA IPC by the defaults that the product sets
 def test_nixl_reads_vram_of_another_process_over_cuda_ipc(cuda: Cuda, other: Beside) -> None:
     from kvbus.data.metadata import read_metadata
 
@@ -51,7 +46,7 @@ def test_nixl_reads_vram_of_another_process_over_cuda_ipc(cuda: Cuda, other: Bes
 
 
 def agent_with_vram(cuda: Cuda, name: str) -> tuple[Any, Any, int]:
-    os.environ.update(SETTINGS)
+    os.environ["UCX_NET_DEVICES"] = "lo"
     from kvbus.data import nixl_agent
     from kvbus.data.nixl import Registration
 
