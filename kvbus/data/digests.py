@@ -40,7 +40,8 @@ class DigestParts:
 
     def _digest(self, number: int, tiles: list[Tile], num_bytes: int) -> int:
         paged = self._memory.paged(self._job.tile.group)
-        room = self._memory.room(max(slot_bytes(paged.group, tile) for tile in tiles))
+        largest = max((slot_bytes(paged.group, tile) for tile in tiles), default=0)
+        room = self._memory.room(largest)
         self._found[number] = digest_pieces(paged, self._job.table, tiles, room)
         return num_bytes
 

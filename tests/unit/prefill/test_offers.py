@@ -146,13 +146,14 @@ def tile(
     *,
     epoch: int = 1,
     token: str = TOKEN,
+    engine_id: str = "engine",
     is_state: bool = False,
 ) -> Wanted:
     tile, table = (
         Tile("full", (0,), ("k",), 0, 1, 0, stop),
         BlockTable.of(blocks, first_block=first_block),
     )
-    memory = {**OF, "engine_id": "engine", "memory_id": "memory", "rank_secret": SECRET, "rank": 0}
+    memory = {**OF, "engine_id": engine_id, "memory_id": "memory", "rank_secret": SECRET, "rank": 0}
     pack = protocol.Pack(
         **memory, epoch=epoch, tile=tile, table=table, slot_lease_s=1.0, token=token
     )
@@ -328,7 +329,8 @@ SCRIPTS: dict[str, list[Step]] = {
     "an engine that did not hear that its offer is parked hears it again": [SEALED, COPIED,
         (1, AGAIN, ["ok", "parked"]), committed(**IN_POOL), (AGAIN, ["ok", COMPLETED])],
     "a tile is packed out of the blocks in the pool": [SEALED, COPIED, acquired(engine_id="pool"),
-        (1, tile((9,)), PACKED), (tile((4,)), [GEOMETRY])],
+        (1, tile((9,), engine_id="pool"), PACKED), (tile((4,), engine_id="pool"), [GEOMETRY]),
+        (tile((9,)), [FORBIDDEN])],
     "an engine may ask early or late to park": [OPEN, (PARK, ["ok", "park"]), SEAL,
         (PARK, ["ok", "park"]), COPIED, (PARK, ["ok"]), WITHDRAW, (PARK, ["ok"])],
     # a restart of the agent

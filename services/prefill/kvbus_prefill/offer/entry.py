@@ -244,15 +244,7 @@ class OfferEntry:
             check_right(token, lease.token)
 
     def check_engine(self, engine_id: str) -> None:
-        """Raise `LocalError` unless the reader has the memory with the offer's blocks.
-
-        The code is ``offer_parked`` if that is a pool.
-        """
-        if self.pooled is None and engine_id not in ("", self.engine_id):
-            raise LocalError(
-                f"the offer's blocks are not those of engine '{engine_id}'",
-                code=ErrorCode.FORBIDDEN,
-            )
+        """Raise `LocalError` (``offer_parked``) unless a parked offer is read from its pool."""
         if self.pooled is not None and engine_id != self.pooled.engine_id:
             raise LocalError(
                 "the offer is parked: read it from the pool",

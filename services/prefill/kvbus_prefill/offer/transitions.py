@@ -237,7 +237,12 @@ def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
 
 def acquire(offer: OfferEntry, event: ev.RequestReceived[Acquire], at: Context) -> Commands:
     """Grant a lease under a new epoch; a repeated request gets no more time than a renewal."""
-    offer.check_engine(event.message.engine_id)
+    engine_id = event.message.engine_id
+    offer.check_engine(engine_id)
+    if engine_id not in ("", offer.memory_engine_id):  # with a lease, a commit names no engine
+        raise LocalError(
+            f"the offer's blocks are not those of engine '{engine_id}'", code=ErrorCode.FORBIDDEN
+        )
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
     held_until = min([at.now + at.limits.max_hold_s, *(lease.held_until for lease in own)])
