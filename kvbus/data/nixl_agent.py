@@ -16,6 +16,7 @@ from kvbus.data.messages import UCX_ONLY, Backends, MemoryKind
 from kvbus.data.nixl import Handle, HandleForgotten, PeerMetadata, Registration
 from kvbus.data.slicing import Rows
 from kvbus.errors import ConfigError, KVBusError, PeerLost, SegmentError, TransferFailed
+from kvbus.memory.nvidia import finds_driver
 
 
 # The CUDA version of this process decides which of its packages nixl loads (nixl_cu12, nixl_cu13,
@@ -61,18 +62,10 @@ _GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 
 def _set_defaults() -> frozenset[str]:
-    defaults = {**_DEFAULTS, **(_GPU_DEFAULTS if _finds_library("libcuda.so.1") else {})}
+    defaults = {**_DEFAULTS, **(_GPU_DEFAULTS if finds_driver() else {})}
     unset = frozenset(defaults.keys() - os.environ.keys())
     os.environ.update({name: defaults[name] for name in unset})
     return unset
-
-
-def _finds_library(name: str) -> bool:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def _import_nixl() -> tuple[Any, Any]:

@@ -1,6 +1,5 @@
 """Checks of GPUs: driver, shared memory, and READs between their memory."""
 
-import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from kvbus.agent.probe import LET_NICS_READ, MeasuredRead, measure_vram_read, ru
 from kvbus.doctor.finding import NOTE, OK, WARNING, Finding
 from kvbus.doctor.gpu_pair import GpuFacts, GpuReport, Shared
 from kvbus.doctor.host import rdma_devices, text_of
+from kvbus.memory.nvidia import finds_driver
 from kvbus.output import waiting_for
 from kvbus.text import bytes_text, rate_text
 
@@ -24,7 +24,7 @@ WHY_SHARED = "KV in GPU memory reaches an agent in this way; KV in host memory n
 
 def check_gpus(limit_s: float) -> Iterator[Finding]:
     num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
-    if not num_devices and not _has_driver():
+    if not num_devices and not finds_driver():
         yield _none_here()
         return
     with waiting_for("two processes to share memory of a GPU"):
@@ -40,14 +40,6 @@ def check_gpus(limit_s: float) -> Iterator[Finding]:
         with waiting_for(f"a NIXL READ of GPU memory, {way}"):
             measure = partial(measure_vram_read, gpu, over_ipc=over_ipc, limit_s=limit_s)
             yield vram_finding(way, anyio.run(measure))
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")  # without cuInit, which may crash
-    except OSError:
-        return False
-    return True
 
 
 def _is_in_container() -> bool:

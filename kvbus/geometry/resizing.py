@@ -11,7 +11,8 @@ from kvbus.geometry.spec import AxisName, EngineSpec, RankSpec, Region, Segment
 from kvbus.geometry.validation import cells_of
 
 ALIGNMENT_BYTES = 256
-MAX_BLOCKS = 2**31 - 1
+MAX_BLOCKS = 1 << 22
+"""Of a group: lists of block ids stay small."""
 
 
 @dataclass(frozen=True, slots=True)

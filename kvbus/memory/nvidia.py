@@ -13,6 +13,15 @@ _SEE = (
 )
 
 
+def finds_driver() -> bool:
+    """Return whether the library is there; it is loaded, but not started."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 @cache
 def nvidia_driver() -> ctypes.CDLL:
     """May block for seconds. Raises `SegmentError`."""

@@ -32,9 +32,9 @@ class CudaMapping(OwnedMemory):
         self.device, self.size_bytes = source.device, size_bytes
         self.ordinal = gpu_ordinal(source.device)
         ordinals = [gpu_ordinal(one) for one in readers or (source.device,)]
-        for one in ordinals:
+        for name, one in zip(readers, ordinals, strict=False):
             if one != self.ordinal and not driver.can_access(one, self.ordinal):
-                raise SegmentError(f"GPU {readers[0]} cannot access {source.device}")
+                raise SegmentError(f"{name} cannot access {source.device}", device=name)
         with ExitStack() as undo:
             base = (
                 _open_handle(source, size_bytes, ordinals, undo.callback)

@@ -37,7 +37,6 @@ from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.events import Pooled
 
 Ids = npt.NDArray[np.uint32]
-MAX_BLOCKS = 1 << 22
 
 
 class FreeBlocks:
@@ -147,12 +146,6 @@ async def open_pool(agent: Agent, engine: LocalEngine, max_bytes: int) -> Pool:
     """Allocate the pool of an engine. Takes seconds. Raises `KVBusError`."""
     ranks = [memory.rank for memory in engine.ranks.values()]
     resized = resize_ranks(engine.spec, ranks, max_bytes)
-    if max(space.num_blocks for space in resized.spaces) > MAX_BLOCKS:
-        raise ConfigError(
-            f"{max_bytes} bytes are more than {MAX_BLOCKS} blocks of engine '{engine.engine_id}': "
-            "use a smaller park_bytes",
-            key="park_bytes",
-        )
     spec = structs.replace(engine.spec, engine_id=f"parked-{uuid.uuid4().hex}")
     segments = agent.engines.new_segments(on_cut=lambda _: None)
     try:
