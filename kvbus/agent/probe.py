@@ -22,6 +22,7 @@ from kvbus.errors import ConfigError
 from kvbus.spawn import Child
 
 READ_WITHIN_S = 20.0
+CAUSE_WITHIN_S = 1.0
 LET_NICS_READ = (
     "The kernel must let the NIC read the GPU: load nvidia_peermem, or use NVIDIA's open kernel "
     "modules, which have DMA-BUF; see that UCX_TLS leaves UCX its CUDA and RDMA transports. "
@@ -148,6 +149,10 @@ async def _result(target: "_Process", reader: "_Process", limit_s: float) -> Pai
             tasks.start_soon(watch, process)
     if not decisive:
         return PairResult("", reader.log, f"no answer within {limit_s:.3g} s")
+    if decisive[0] is reader and reader.child.process.returncode:
+        with anyio.move_on_after(CAUSE_WITHIN_S):  # a reader of a lost target may end before it
+            if await target.child.ended():
+                return _failed(target)
     if decisive[0].child.process.returncode:
         return _failed(decisive[0])
     return PairResult(reader.answer, reader.log, "")

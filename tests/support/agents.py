@@ -86,8 +86,8 @@ class AgentProcess:
     started: dict[str, Any] = field(default_factory=dict)
     num_skipped: int = 0
     expected_trouble: set[str] = field(default_factory=set)
-    was_stopped: bool = False
-    """Whether a test has stopped or killed it."""
+    peers_may_abort: bool = False
+    """Whether a test has stopped it, killed it, or cut it off."""
 
     @property
     def attach(self) -> Path:
@@ -143,11 +143,11 @@ class AgentProcess:
             os.kill(data_pid, number)
         self._running.process.send_signal(number)
         if number is signal.SIGSTOP:
-            self.was_stopped = True
+            self.peers_may_abort = True
             os.waitpid(self.pid, os.WUNTRACED)
 
     def kill(self) -> None:
-        self.was_stopped = True
+        self.peers_may_abort = True
         self._running.process.kill()
         self._running.process.wait()
 
@@ -328,7 +328,7 @@ class Agents:
             if agent.alive:
                 wait_until(agent.idle, f"{agent.role} agent holds nothing: {agent.status()}")
         trouble = [line for agent in self.all for line in agent.trouble()]
-        if any(agent.was_stopped for agent in self.all):
+        if any(agent.peers_may_abort for agent in self.all):
             trouble = [line for line in trouble if not is_abort_by_ucx(line)]
         assert not trouble, trouble  # pytest shows no values here
 

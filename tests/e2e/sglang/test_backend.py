@@ -33,7 +33,7 @@ from tests.e2e.sglang.backend import (
     write,
 )
 from tests.e2e.sglang.pooled import queue_of
-from tests.support.agents import Agents, wait_until
+from tests.support.agents import AgentProcess, Agents, wait_until
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
 
@@ -45,6 +45,10 @@ def launch_late(manager: Any, step: int, in_order: bool) -> Callable[[], int]:
     """Launch a step; the result is what its GPU does at its end. Without order it has no number."""
     manager.steps.launched = step if in_order else 0
     return partial(manager.link.record, 512 * step)
+
+
+def num_waiting(agent: AgentProcess) -> int:
+    return int(agent.status()["counts"]["waiting_requests"])
 
 
 @BY_ORDER
@@ -87,8 +91,8 @@ def test_no_page_is_fetched_while_a_step_may_write_to_it(
     end = launch_late(decode, 1, in_order)
     receiver.send_metadata(pages_of("decode"), ROW, None)
     if in_order:
-        parked = lambda: agents.all[1].status()["counts"]["waiting_requests"]  # noqa: E731 - of this test
-        wait_until(parked, "the fetch waits")
+        waiting = partial(num_waiting, agents.all[1])
+        wait_until(lambda: receiver.poll() == KVPoll.Transferring and waiting(), "the fetch waits")
         assert receiver.poll() == KVPoll.Transferring
     else:
         assert ends(sender, receiver) == [KVPoll.Success] * 2

@@ -136,7 +136,7 @@ async def test_requests_behind_gpu_work_continue_at_the_next_agent(fresh: Starte
             link.record(2 * number * step)
             await extended
             await sealed
-            await handoff.completed()
+            await read_whole(handoff)  # it may read blocks again
             await made
             await end_offer(made)
 

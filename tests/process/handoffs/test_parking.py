@@ -159,7 +159,7 @@ async def test_parked_offer_outlives_its_engine_and_data_process(parking: Agents
         assert prefill.status()["pools"]
         prefill.expected_trouble |= {"data.ended"}
         data_pid = prefill.data_pid
-        prefill.was_stopped = True
+        prefill.peers_may_abort = True
         os.kill(data_pid, signal.SIGKILL)
         await until(lambda: prefill.data_pid not in (0, data_pid))
         last.fetch_again()

@@ -117,6 +117,7 @@ async def test_a_host_is_cut_off_during_a_read(
         pair(at["p1"], at["d1"]) as elsewhere,
     ):
         offer, fetch = await start_long_read(source, target, timeout_s=CUT_S)
+        network.at[name].peers_may_abort = True
         set_link(host, "down")
         try:
             failure = await failure_of(fetch)
@@ -137,6 +138,7 @@ async def test_a_host_is_cut_off_during_a_read(
 async def test_idle_connection_reset_fails_no_fetch(network: Network) -> None:
     async with pair(network.at["p0"].attach, network.at["d0"].attach) as (source, target):
         assert await works(source, target)
+        network.at["d0"].peers_may_abort = True
         if not network.hosts["d0"].reset_connections(kept_ports=range(7701, 7704)):
             pytest.skip("the kernel resets no connections")
         handoff = await begin(source, target)
@@ -151,6 +153,7 @@ async def test_loose_cable_corrupts_no_bit_and_all_pairs_recover(network: Networ
             for of, to in product(PREFILL_HOSTS, DECODE_HOSTS)
         ]
         loose, ended, flapped = network.hosts["p0"], list[bool](), anyio.Event()
+        network.at["p0"].peers_may_abort = True
 
         async def keep_handing_over(source: Engine, target: Engine) -> None:
             while not flapped.is_set():

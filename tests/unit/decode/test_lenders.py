@@ -105,10 +105,19 @@ def file_of(size_bytes: int | None) -> int:
     return fd
 
 
-def held() -> tuple[int, int]:
-    """The number of maps of hostile files, and of open files."""
-    files = list(Path("/proc/self/fd").iterdir())
-    return Path("/proc/self/maps").read_text().count("memfd:hostile"), len(files)
+def held() -> list[str]:
+    """Maps of what lenders passed, and open files of it."""
+    passed = os.devnull, "memfd:hostile"
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [link_of(file) for file in Path("/proc/self/fd").iterdir()]
+    return [line for line in [*maps, *files] if any(one in line for one in passed)]
+
+
+def link_of(file: Path) -> str:
+    try:
+        return str(file.readlink())
+    except FileNotFoundError:  # that of the listing
+        return ""
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ def test_message_round_trips_or_names_field(kind: type[wire.Message], data: st.D
         assert other.code is ErrorCode.INVALID
         assert other.detail["op"] == (kind.op or kind.__name__)
         assert name in other.message
-        assert not JARGON.search(other.message)
+        assert not JARGON.search(other.message) or JARGON.search(repr(altered))
     else:
         assert wire.from_body(kind, packed(wire.to_body(other))) == other
 
