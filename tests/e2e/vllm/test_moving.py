@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ SHAPE = Shape(
     policy="fail",
     turns={"bidirectional_kv_xfer": True},
 )
-POOL = {"park_bytes": 64 << 20, "park_after_s": 0.2}
+POOL: dict[str, Any] = {"park_bytes": 64 << 20, "park_after_s": 0.2}
 
 
 @dataclass(frozen=True)
