@@ -5,7 +5,7 @@ Each pair has an agent of each kind. A load that fails is an error: no server co
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,12 @@ class Pair:
         computed = self.prefill.metric("prompt_tokens_by_source_total", **source)
         return computed, self.prefill.from_elsewhere()
 
+    def redeem(self, prompt: Sequence[int], params: object) -> list[int]:
+        return self.decode.complete(prompt, NUM_TOKENS, kv_transfer_params=params).tokens
+
+    def alone(self, prompt: Sequence[int]) -> list[int]:
+        return self.decode.complete(prompt, NUM_TOKENS, cache_salt="alone").tokens
+
 
 @dataclass(frozen=True)
 class Moving:
@@ -83,7 +89,8 @@ class Conversation:
 
     def turn(self) -> int:
         """Have the router answer as one vLLM does, and add another question; the pair's number."""
-        expected = converse(self.at.pairs[1].decode.port, self.messages, NUM_TOKENS, cache_salt="1")
+        port = self.at.pairs[1].decode.port
+        expected = converse(port, self.messages, NUM_TOKENS, cache_salt="alone")
         call = converse(self.at.port, self.messages, NUM_TOKENS)
         response = call.connection.getresponse()
         body = response.read()
@@ -139,17 +146,18 @@ def test_conversation_moves_to_another_pair_with_its_kv(moving: Moving) -> None:
 def test_a_prefill_server_loads_the_prefix_of_another(moving: Moving) -> None:
     prefix = prompt_of(300, seed=2)
     prompt = [*prefix, *prompt_of(NUM_NEW, seed=3)]
-    (first, _), (second, decode) = [(pair.prefill, pair.decode) for pair in moving.pairs]
-    computed, loaded = moving.pairs[1].figures()
+    first, second = moving.pairs
+    computed, loaded = second.figures()
 
-    params = first.complete(prefix, 1, kv_transfer_params=FOR_DECODE).params
+    offers = {**FOR_DECODE, "readers": 2}
+    params = first.prefill.complete(prefix, 1, kv_transfer_params=offers).params
     assert params is not None
     loads = {**params, "do_remote_decode": True, "do_remote_prefill": False}
-    params = second.complete(prompt, 1, kv_transfer_params=loads).params
-    answer = decode.complete(prompt, NUM_TOKENS, kv_transfer_params=params)
+    longer = second.prefill.complete(prompt, 1, kv_transfer_params=loads).params
 
-    assert moving.pairs[1].figures() == (computed + NUM_NEW, loaded + len(prefix))
-    assert answer.tokens == decode.complete(prompt, NUM_TOKENS, cache_salt="1").tokens
+    assert second.figures() == (computed + NUM_NEW, loaded + len(prefix))
+    assert second.redeem(prompt, longer) == second.alone(prompt)
+    assert first.redeem(prefix, params) == second.alone(prefix)
 
 
 def test_parked_conversation_moves_after_both_servers_have_ended(moving: Moving) -> None:
