@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -155,6 +156,7 @@ def expired(pair: Pair) -> Counter[str]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended by a signal"))
     options = arguments()
     with tempfile.TemporaryDirectory(prefix="kvq-") as name:
         folder, shape = Path(name), ModelShape(options.layers, options.heads)
