@@ -14,8 +14,9 @@ from kvbus.memory.cuda import CudaMapping, GpuMemory, driver, gpu_uuid
 from kvbus.memory.gpu_source import GpuSource, PassedGpuMemory
 from tests.support.cuda import World
 from tests.support.cuda.apart import WITHIN_S, Beside, apart
-from tests.support.cuda.calls import PAGE, Cuda
+from tests.support.cuda.calls import PAGE, Cuda, refused
 
+INVALID_VALUE = 1
 OFFSET = 4096
 SIZE = PAGE - OFFSET
 CONTENT = b"the engine's"
@@ -43,9 +44,9 @@ def borrowed(other: Beside) -> tuple[Lent, Lent]:
 
 
 def reason(what: Callable[[], Any]) -> str:
-    with pytest.raises(KVBusError) as refused:
+    with pytest.raises(KVBusError) as found:
         what()
-    return refused.value.message
+    return found.value.message
 
 
 @apart(lender, gpus=2)
@@ -89,6 +90,8 @@ def test_memory_of_another_process_is_readable_until_it_is_closed(
         one.close()
         one.close()
         assert driver.allocation_of(one.address) is None
+    with refused(INVALID_VALUE):
+        cuda.cuMemAddressFree(opened[1].address - OFFSET, 2 * PAGE)
     assert cuda.free_bytes() == lent + 3 * PAGE
 
 
@@ -110,8 +113,8 @@ def test_each_reading_gpu_has_access_or_is_named(cuda: Cuda, other: Beside) -> N
     )
     assert cuda.free_bytes() == free
     with World(Path(os.environ["FAKE_CUDA_WORLD"])).faults("no_peer"):
-        refused = reason(lambda: CudaMapping(parts, SIZE, fds, readers=(first, second)))
-    assert refused == f"{second} cannot access {first}"
+        named = reason(lambda: CudaMapping(parts, SIZE, fds, readers=(first, second)))
+    assert named == f"{second} cannot access {first}"
 
 
 def test_further_parts_are_of_the_same_segment() -> None:
