@@ -31,6 +31,7 @@ from kvbus.protocol.engine import (
     MakeOffer,
     OfferMade,
     Outcome,
+    Park,
     ParkOffer,
     Released,
     ReportBlocks,
@@ -76,7 +77,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
         self._has_waited = False
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
-        self.is_away = self.was_away = self.is_withdrawn = self.is_park_wanted = False
+        self.is_away = self.is_withdrawn = False
 
     @property
     def offer_id(self) -> str:
@@ -109,7 +110,6 @@ class OfferRequest(PendingRequest[MakeOffer]):
         The first time, the offer waits at least ``agent_wait_s`` for the next agent.
         """
         self.connection, self.is_away = None, bool(self.offer_id)
-        self.was_away |= self.is_away
         if not self._has_waited:
             self._has_waited = True
             self.expires_at = max(self.expires_at, time.monotonic() + agent_wait_s)
@@ -174,6 +174,8 @@ class OfferRequest(PendingRequest[MakeOffer]):
         if isinstance(change, ExtendOffer | SealOffer):
             self._changes.append(change)
             self._extend_time()
+        elif isinstance(change, ParkOffer):
+            self.message = replace(self.message, park=Park.ALWAYS)
 
     def _extend_time(self) -> None:
         self.expires_at = max(self.expires_at, time.monotonic() + self.reply.ttl_s)
@@ -295,7 +297,6 @@ class Offers(RequestRetrier[OfferRequest]):
         message = make(offer.offer_id)
         is_end = isinstance(message, WithdrawOffer)
         offer.is_withdrawn |= is_end
-        offer.is_park_wanted |= isinstance(message, ParkOffer)
         if offer.ended.done() and isinstance(message, WithdrawOffer | ParkOffer):
             done.settle(None)
             if is_end and offer.is_parked and offer.connection is self.connection:
@@ -315,7 +316,7 @@ class Offers(RequestRetrier[OfferRequest]):
             self._end(offer, Outcome.WITHDRAWN)
             done.settle(None)
         else:
-            offer.add(message)  # `_begin` repeats a wish to park
+            offer.add(message)
             offer.unanswered.append(done)
 
     def _end_parked(self, message: Request[Empty]) -> None:
@@ -417,8 +418,6 @@ class Offers(RequestRetrier[OfferRequest]):
         offer.begin(connection, made)
         if not has_ended and offer.error is not None:
             self.change(offer, WithdrawOffer, Completion())
-        elif not has_ended and offer.was_away and offer.is_park_wanted:
-            self.change(offer, ParkOffer, Completion())
 
     def _publish_again(self, offer: OfferRequest, connection: Connection) -> None:
         if (expiry := self._expiries.pop(offer, None)) is not None:
