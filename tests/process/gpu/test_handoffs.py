@@ -33,7 +33,7 @@ WAYS = [
     ("auto", "two GPUs"),
     ("packed", "one GPU"),
     ("auto", "GPU to host"),
-    ("packed", "host to GPU"),
+    ("auto", "host to GPU"),
 ]
 SHAPES = {
     "equal": (Side(), Side()),

@@ -15,8 +15,7 @@ import torch
 from kvbus.engine import Completion, Outcome, SharedStorage, share_tensor
 from kvbus.errors import ErrorCode, LocalError, RequestRefused
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import PassSegment, to_body
-from kvbus.protocol.peer import AwaitWork
+from kvbus.protocol import AwaitWork, PassSegment, to_body
 from tests.support.agents import until
 from tests.support.engines import NUM_BLOCKS, make_spec, rank_link
 from tests.support.pageless import link_without_page
