@@ -15,7 +15,7 @@ import torch
 from kvbus.engine import Completion, Outcome, SharedStorage, share_tensor
 from kvbus.errors import ErrorCode, LocalError, RequestRefused
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import AwaitWork, PassSegment, to_body
+from kvbus.protocol import AwaitWork, CancelRequest, PassSegment, to_body
 from tests.support.agents import until
 from tests.support.engines import NUM_BLOCKS, make_spec, rank_link
 from tests.support.pageless import link_without_page
@@ -154,6 +154,7 @@ async def test_numbers_of_two_streams_are_refused_for_one_offer(agent: PrefillAg
 
 
 async def test_ranks_without_their_scheduler_are_waited_for(agent: PrefillAgent) -> None:
+    agent.runtime.service.ordering.wait_s = 600.0  # no wait ends by itself
     spec = make_spec(tp=2)
     rank, _ = rank_link(agent.attach, spec, 1, num_blocks=NUM_BLOCKS)
     async with rank, agent.reader() as reader:
@@ -165,10 +166,10 @@ async def test_ranks_without_their_scheduler_are_waited_for(agent: PrefillAgent)
             await parks(agent, 1)
             rank.record(STEP)
         await reader.ask(request)
-        async with agent.reader() as leaving:
-            left = msgspec.structs.replace(request, after=2 * STEP)
-            leaving.client.send(left, timeout_s=30.0, on_reply=lambda _: None)
-            await parks(agent, 1)
+        later = msgspec.structs.replace(request, after=2 * STEP)
+        cancelled = reader.client.send(later, timeout_s=30.0, on_reply=lambda _: None)
+        await parks(agent, 1)
+        await reader.ask(CancelRequest(cancelled))
         await parks(agent, 0)
         (process,) = engine.processes
     await until(lambda: given_back(process))
