@@ -39,8 +39,13 @@ class _Waiting:
     key: Key
     call: Call
     run: Callable[[], None]
+    number: int = 0
     timer: asyncio.TimerHandle | None = None
     """Set until its number is reached."""
+
+    @property
+    def word(self) -> tuple[LocalEngine, int]:
+        return self.key[0], self.number % NUM_SEQUENCE_WORDS
 
     def start(self) -> None:
         if self.call.was_ended:
@@ -98,10 +103,10 @@ class Ordering:
         if is_reached and queue is None:
             run()
             return
-        one = _Waiting((engine, about), call, run)
+        one = _Waiting((engine, about), call, run, after)
         self._queues.setdefault(one.key, deque()).append(one)
         if not is_reached:
-            self._await(one, after, min(wait_s, self.wait_s))
+            self._await(one, min(wait_s, self.wait_s))
 
     def submit_last(self, engine: LocalEngine, call: Call, run: Callable[[], None]) -> None:
         """Run when all earlier requests of the engine have run."""
@@ -118,6 +123,14 @@ class Ordering:
             queue.append(_Waiting(queue[0].key, call, passed))
         if not queues:
             run()
+
+    def drop(self, engine: LocalEngine, about: object) -> None:
+        """Drop requests whose callers have gone."""
+        for one in self._queues.get((engine, about), ()):
+            if one.timer is not None and one.call.was_ended:
+                _stop(one)
+                self._leave(one)
+        self._advance((engine, about))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Refuse the requests of a lost engine."""
@@ -136,12 +149,10 @@ class Ordering:
         if self._poll_timer is not None:
             self._poll_timer.cancel()
 
-    def _await(self, one: _Waiting, number: int, wait_s: float) -> None:
-        engine, _ = one.key
-        one.timer = self._loop.call_later(wait_s, self._time_out, one, number, wait_s)
-        at = engine, number % NUM_SEQUENCE_WORDS
-        word = self._words.setdefault(at, _Word(*at))
-        heapq.heappush(word.heap, (number, next(self._serial), one))
+    def _await(self, one: _Waiting, wait_s: float) -> None:
+        one.timer = self._loop.call_later(wait_s, self._time_out, one, wait_s)
+        word = self._words.setdefault(one.word, _Word(*one.word))
+        heapq.heappush(word.heap, (one.number, next(self._serial), one))
         self._num_polls = 0
         if self._poll_timer is None:
             self._poll_timer = self._loop.call_later(0.0, self._poll)
@@ -165,16 +176,18 @@ class Ordering:
         _stop(one)
         self._advance(one.key)
 
-    def _time_out(self, one: _Waiting, number: int, wait_s: float) -> None:
-        engine, _ = one.key
-        one.timer = None
-        word = self._words[engine, number % NUM_SEQUENCE_WORDS]
+    def _leave(self, one: _Waiting) -> None:
+        word = self._words[one.word]
         word.heap = [entry for entry in word.heap if entry[2] is not one]
         heapq.heapify(word.heap)
+
+    def _time_out(self, one: _Waiting, wait_s: float) -> None:
+        one.timer, engine_id = None, one.key[0].engine_id
+        self._leave(one)
         one.run = partial(
             one.refuse,
             LocalError(
-                f"the GPU work of number {number} of engine '{engine.engine_id}' has not ended "
+                f"the GPU work of number {one.number} of engine '{engine_id}' has not ended "
                 f"within {wait_s:g} s, or was never recorded (Link.record)",
                 code=ErrorCode.TIMEOUT,
             ),

@@ -298,8 +298,7 @@ class Segments:
     def _check_passed(self, rank: RankSpec) -> None:
         for segment in rank.segments:
             passed = self.passed.get(segment.segment_id)
-            is_whole = isinstance(passed, PassedFile) or (passed is not None and passed.is_whole)
-            if passed is None or not is_whole or passed.size_bytes < segment.size_bytes:
+            if passed is None or passed.size_bytes < segment.size_bytes:
                 raise LocalError(
                     f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
                     segment_id=segment.segment_id,

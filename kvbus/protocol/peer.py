@@ -186,6 +186,9 @@ class Granted(Message, frozen=True):
     """By group, the blocks after ``known_blocks``."""
     token: Secret
     """The right to the lease."""
+    after: SequenceNumber = 0
+    """Number of the GPU work that computes these tokens. It has ended at the engine's home; send it
+    to each other agent with ``await_work``."""
 
 
 @request("acquire", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} offer_parked busy")
@@ -512,6 +515,24 @@ class CheckMemory(Request[Empty], frozen=True):
     """Seconds from now for which the agent drives reads of the offer; 0 if nothing more is read."""
     nixl_agent: Text = ""
     """As in ``commit``."""
+
+
+@request(
+    "await_work",
+    Socket.PREFILL_PEER,
+    refusals=f"stale forbidden engine_lost busy {ORDERED}",
+)
+class AwaitWork(Request[Empty], frozen=True):
+    """Wait until the ranks of an engine at this agent have reached the number of a grant. If it is
+    not 0, send it to agents other than the engine's home, and read these tokens after the reply.
+    """
+
+    agent_boot: AgentBoot
+    engine_id: EngineId
+    memory_id: MemoryId
+    rank_secret: RankSecret
+    after: SequenceNumber
+    """As in the reply to ``acquire`` and ``renew``."""
 
 
 class PartFetched(Message, frozen=True):

@@ -187,6 +187,7 @@ class DecodeService(Service):
             start(part)
             return
         engine = self._agent.engines.part(part.engine_id, part.ranks, rank_secret=part.rank_secret)
+        call.on_end = partial(self.ordering.drop, engine, call)
         self._after_gpu_work(engine, call, part, call, start)
 
     def _after_gpu_work(

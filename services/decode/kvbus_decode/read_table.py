@@ -1,8 +1,8 @@
 """State machine of all reads: transfers, slots here, and the end of a read (sans-IO).
 
 NIXL and threads cannot be cancelled. A transfer that may write into the engine's blocks is live
-until the data process reports its end, or ends. Others stop immediately. Rounds (read, zero,
-compare) follow one another, so the comparison sees the final bytes.
+until the data process reports its end, or ends. Others stop immediately. Rounds (order,
+read, zero, compare) follow one another, so the comparison sees the final bytes.
 """
 
 from collections import defaultdict, deque
@@ -32,6 +32,9 @@ class TransferState(StrEnum):
     PACKING = "packing"
     """The holder packs its tile."""
 
+    ORDERING = "ordering"
+    """Ranks at another agent may not have computed it yet; that agent waits for them."""
+
     QUEUED = "queued"
     """It waits for a slot here; a packed tile is in a slot at its holder."""
 
@@ -49,6 +52,7 @@ class TransferState(StrEnum):
 
 
 WANTED, PACKING, QUEUED = TransferState.WANTED, TransferState.PACKING, TransferState.QUEUED
+ORDERING = TransferState.ORDERING
 READING, COPYING = TransferState.READING, TransferState.COPYING
 COMPARING, OVER = TransferState.COMPARING, TransferState.OVER
 
@@ -61,6 +65,7 @@ COMPARING, OVER = TransferState.COMPARING, TransferState.OVER
 #     mapped       wanted ───────────────────────────────────▶ copying ──▶ over
 #     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
 #     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
+#     ordering     wanted ─▶ ordering ───────────────────────────────────▶ over
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
     """Unit of work of a read, with ``slot_id`` at ``source`` and ``slot`` on ``device`` here."""
@@ -239,12 +244,12 @@ def abort(_read: ReadEntry, transfer: Transfer, _event: TransferStopped, _now: f
 
 
 TRANSITIONS = transitions(
-    ((WANTED,), (TransferDue,), begin, (PACKING, QUEUED, READING, COPYING, COMPARING)),
+    ((WANTED,), (TransferDue,), begin, (ORDERING, PACKING, QUEUED, READING, COPYING, COMPARING)),
     ((PACKING,), (StageEnded,), go_on, (QUEUED, OVER)),
     ((QUEUED,), (TransferDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
-    ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
-    ((PACKING, QUEUED, COMPARING), (TransferStopped,), stop, (OVER,)),
+    ((ORDERING, COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
+    ((ORDERING, PACKING, QUEUED, COMPARING), (TransferStopped,), stop, (OVER,)),
     ((READING, COPYING), (TransferStopped,), abort, ()),
 )
 

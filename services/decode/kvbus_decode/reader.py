@@ -22,7 +22,14 @@ from kvbus_decode.fetch_reports import DecodeMetrics
 from kvbus_decode.paths import PathChooser
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import PathChoice, SourcePlan
-from kvbus_decode.tile_transfers import CompareWork, PackedWork, StagedWork, ZeroWork, release_slots
+from kvbus_decode.tile_transfers import (
+    CompareWork,
+    OrderWork,
+    PackedWork,
+    StagedWork,
+    ZeroWork,
+    release_slots,
+)
 from kvbus_decode.transfers import DirectWork, MappedWork, StageRunner, TransferContext
 
 log = structlog.get_logger()
@@ -69,17 +76,20 @@ class Reader:
         """Read a chunk; keep the promise when no write is in flight."""
         key, chunk = command.requested.fetch_id, make_chunk(command, one_in=self._one_in)
         choice = self._chooser.path_of(chunk)
-        if choice.path is Path.MAPPED and (num_bytes := self._copy_here(chunk)) is not None:
+        order = list(_order_transfers(chunk))
+        is_ready = choice.path is Path.MAPPED and not order
+        if is_ready and (num_bytes := self._copy_here(chunk)) is not None:
             promise(ReadEnded(key, num_bytes, None, Path.MAPPED.value if num_bytes else ""))
             return
-        first = list(self._transfers_of(chunk, choice))
+        read = list(self._transfers_of(chunk, choice))
         later = list(self._zero_transfers(chunk)), list(self._compare_transfers(chunk, choice.path))
+        rounds = [one for one in (order, read, *later) if one]
         self._reading[key] = promise
         self._dispatch(
             ev.ChunkWanted(
                 key,
                 chunk.route.engine,
-                rounds=tuple(map(tuple, (first, *filter(None, later)))),
+                rounds=tuple(map(tuple, rounds)),
                 path=choice.path.value,
                 priority=chunk.request.priority,
                 nixl_agent="" if choice.path is Path.MAPPED else chunk.route.home.nixl_agent,
@@ -173,6 +183,19 @@ class Reader:
         log.warning("data.replaced", reason=reason)
         replace = partial(self._agent.data.replace, reason, grace_s=GRACE_S)
         self._agent.tasks.start_soon(replace)
+
+
+# The home grants tokens when its own ranks have computed them. Others may be late:
+#
+#     home's rank     step 7 ─▶ offer, after 7 ─▶ grant, after 7
+#     other rank      ─────── step 7 ────────────────────┼──▶ 7 is reached
+#     fetch                                              └ await_work ─────┴▶ READ
+def _order_transfers(chunk: Chunk) -> Iterator[ev.Transfer]:
+    remote = chunk.route.remote_sources if chunk.wanted.after else ()
+    for plan in chunk.plans:
+        if plan.source in remote:
+            work = OrderWork(chunk=chunk, source=plan.source)
+            yield ev.Transfer(stages=work.stages, work=work, source=plan.source)
 
 
 def _stage_failed(command: ev.Begin, error: Exception) -> ev.StageEnded:

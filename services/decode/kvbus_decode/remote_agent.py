@@ -14,7 +14,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteErro
 from kvbus.planning import Learned, PlacedRank
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.message import R, Request, Role
-from kvbus.protocol.peer import CancelRequest, CheckMemory
+from kvbus.protocol.peer import AwaitWork, CancelRequest, CheckMemory
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import Fault
 from kvbus_decode.mapped import MappedMemory, MemoryKey
@@ -284,6 +284,9 @@ class Source:
     def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
         request = {"offer_id": offer_id, "nixl_agent": nixl_agent}
         return CheckMemory(**self.named, **request, progress_s=progress_s)
+
+    def await_work(self, after: int) -> AwaitWork:
+        return AwaitWork(**self.named, after=after)
 
     def request(
         self,

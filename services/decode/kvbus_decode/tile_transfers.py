@@ -1,4 +1,4 @@
-"""Transfers of tiles: staged here, packed by the holder, zeroed here, or compared."""
+"""Transfers: tiles staged here, packed by the holder, zeroed here, or compared; waits for work."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +15,17 @@ from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, Remot
 from kvbus.geometry import GroupSpec, Tile, slot_bytes
 from kvbus.planning import Share, Span, chosen_tiles, piece_of
 from kvbus.protocol import peer as wire
+from kvbus.protocol.message import Empty
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, TransferState
+from kvbus_decode.read_table import (
+    COMPARING,
+    COPYING,
+    ORDERING,
+    PACKING,
+    QUEUED,
+    READING,
+    TransferState,
+)
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import SourcePlan
 from kvbus_decode.transfers import Stage, open_plan
@@ -172,6 +181,23 @@ class ZeroWork:
             turn=self.chunk.turn,
         )
         stage.start(zero, self.rank.defined)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OrderWork:
+    """Wait of an agent for the GPU work of its ranks."""
+
+    stages: ClassVar[tuple[TransferState, ...]] = (ORDERING,)
+    chunk: Chunk
+    source: Source
+
+    def begin(self, stage: Stage) -> None:
+        request = self.source.await_work(self.chunk.wanted.after)
+        left_s = self.chunk.time_left_s(stage.context.agent.loop.time())
+        self.source.request(request, left_s, partial(self._end, stage))
+
+    def _end(self, stage: Stage, reply: Empty | KVBusError) -> None:
+        stage.end(error=reply if isinstance(reply, KVBusError) else None)
 
 
 # Digests are requested when all bytes have landed. The holder checks that the offer is live only

@@ -7,6 +7,7 @@ import structlog
 
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.loop import failure
+from kvbus.agent.ordering import Ordering
 from kvbus.agent.segments import RegisteredRank
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Quota
@@ -18,6 +19,7 @@ from kvbus.planning import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (
     MAX_DIGESTS,
+    AwaitWork,
     CheckMemory,
     Digest,
     Digests,
@@ -37,6 +39,7 @@ MAX_PACKS = 1024
 MOST_LOST = 64
 """Limit of lost engines with late readers."""
 MOST_DIGESTS = 256
+MAX_AWAITED = 1024
 WIPES_AGAIN_S = 0.1
 
 
@@ -75,11 +78,12 @@ class Packing:
         self._progress: ProgressToken | None = None
         self._driven_until = 0.0
 
-    def handlers(self) -> Handlers:
+    def handlers(self, ordering: Ordering) -> Handlers:
         return {
             Pack: Quota(self._pack, MAX_PACKS),
             Unpack: self._unpack,
             CheckMemory: self._check,
+            AwaitWork: Quota(partial(self._await_work, ordering), MAX_AWAITED),
             Digest: Quota(self._digest, MOST_DIGESTS),
         }
 
@@ -98,7 +102,7 @@ class Packing:
         self._driver.dispatch(Stopped())
         self._driver.stop()
 
-    def _engine(self, request: Pack | Digest | CheckMemory) -> LocalEngine:
+    def _engine(self, request: Pack | Digest | CheckMemory | AwaitWork) -> LocalEngine:
         """Return the engine with exactly this memory."""
         engine = self._agent.engines.find(request.engine_id)
         if engine is None:
@@ -136,6 +140,12 @@ class Packing:
         if lost is not None:  # its READs can end now, but are not valid
             self._engine(check)
         call.reply(Empty())
+
+    def _await_work(self, ordering: Ordering, request: AwaitWork, call: Call) -> None:
+        engine, reply = self._engine(request), partial(call.reply, Empty())
+        after = 0 if engine.is_home else request.after  # the home reached it before its grant
+        call.on_end = partial(ordering.drop, engine, call)
+        ordering.submit(engine, call, call, reply, after=after)
 
     # This agent does not see leases at other agents. Over TCP, NIXL serves READs and sets
     # connections up only while this agent drives progress. It does so until the latest time that a

@@ -129,7 +129,7 @@ class PrefillService(Service):
             KeepOffers: self._keep,
             AwaitOffer: Quota(self._await_offer, self._config.max_handoffs),
             CancelRequest: _cancel_request,
-            **self._packing.handlers(),
+            **self._packing.handlers(self.ordering),
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:

@@ -57,22 +57,22 @@ def pass_cuda(storage: GpuAllocation, segment_id: str) -> dict[str, Any]:
         }
 
 
-async def attach(agent: AgentProcess, **changes: Any) -> None:
-    """Attach an engine whose memory is passed with ``changes``."""
+async def attach(agent: AgentProcess, *fds: int, **changes: Any) -> None:
+    """Attach an engine whose memory is passed with ``fds`` and ``changes``."""
     spec = make_spec()
     memory = RankMemory.allocate(spec, 0, NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
     ((segment_id, storage),) = memory.storages.items()
     assert isinstance(storage, GpuAllocation)
     async with Connection(agent.attach, spec.engine_id) as connection:
         message = PassCuda(**pass_cuda(storage, segment_id) | changes)
-        await connection.pass_memory(message)
+        await connection.pass_memory(message, *fds)
         await connection.request(Register(engine=spec, rank=memory.rank))
     memory.close()
 
 
-async def refusal_of(agent: AgentProcess, **changes: Any) -> str:
+async def refusal_of(agent: AgentProcess, *fds: int, **changes: Any) -> str:
     with pytest.raises(RequestRefused) as refused:
-        await attach(agent, **changes)
+        await attach(agent, *fds, **changes)
     assert refused.value.code in (ErrorCode.SEGMENT, ErrorCode.CONFIG)
     return refused.value.message
 
@@ -103,6 +103,12 @@ async def _refuse_bad_memory() -> None:
         own = await refusal_of(agent, handle=handle_of(agent.data_pid))
         beyond = await refusal_of(agent, offset_bytes=1 << 40)
         empty = await refusal_of(agent, handle=b"")
+        driver = Cuda()
+        with driver.on(0):
+            part = driver.export(driver.map_new(PAGE))
+        some: dict[str, Any] = {"handle": b"", "parts": (PAGE,), "size_bytes": PAGE + 1}
+        lacking = await refusal_of(agent, part, **some)
+        os.close(part)
         await attach(agent)
 
         assert "does not see GPU-of-nobody, but GPU-" in unknown
@@ -110,6 +116,7 @@ async def _refuse_bad_memory() -> None:
         assert "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE" in stale
         assert "have the same PID" in own
         assert "were claimed of a CUDA allocation" in beyond
+        assert "of parts of 2097152 bytes" in lacking
         assert "either a handle or parts" in empty
         assert not agent.logged("data.ended")
         agent.expected_trouble.add("request.refused")

@@ -32,8 +32,8 @@ WAYS = [
     ("auto", "one GPU"),
     ("auto", "two GPUs"),
     ("packed", "one GPU"),
-    ("packed", "GPU to host"),
-    ("packed", "host to GPU"),
+    ("auto", "GPU to host"),
+    ("auto", "host to GPU"),
 ]
 SHAPES = {
     "equal": (Side(), Side()),
@@ -49,15 +49,17 @@ NUM_PARTED_BLOCKS = 1100
 OFFSET_BYTES = 4096
 
 
-def parted_memory(spec: EngineSpec, layout: KvLayout) -> tuple[RankMemory, torch.Tensor]:
-    """Memory of cuMemCreate, as of expandable segments: more parts than a message has."""
+def memory_within(
+    spec: EngineSpec, layout: KvLayout, *, parted: bool
+) -> tuple[RankMemory, torch.Tensor]:
+    """Memory within an allocation, or within more parts than a message has (cuMemCreate)."""
     rank = lay_out_rank(spec, 0, layout, num_blocks=NUM_PARTED_BLOCKS)
     (segment,) = rank.segments
     driver, num_parts = Cuda(), -(-(segment.size_bytes + OFFSET_BYTES) // PAGE)
     assert num_parts > 64
     with driver.on(0):
-        first = driver.reserve(num_parts * PAGE)
-        for at in range(first, first + num_parts * PAGE, PAGE):
+        first = driver.reserve(num_parts * PAGE) if parted else driver.alloc(num_parts * PAGE)
+        for at in range(first, first + num_parts * PAGE, PAGE) if parted else ():
             driver.map(at, PAGE, driver.create(PAGE))
             driver.set_access(at, PAGE)
     memory = GpuMemory(0, first + OFFSET_BYTES, segment.size_bytes)
@@ -118,9 +120,13 @@ async def test_many_tiles_pass_few_slots_and_log_says_where_slots_are(
 
 # A segment of 64 descriptors or more comes in several messages, to the agents and between them.
 @pytest.mark.parametrize("path", ["auto", "packed"])
-async def test_memory_that_is_mapped_in_parts_arrives(shapes: ShapedAgents, path: str) -> None:
+@pytest.mark.parametrize("parted", [True, False])
+async def test_memory_within_an_allocation_or_in_parts_arrives(
+    shapes: ShapedAgents, path: str, parted: bool
+) -> None:
     spec, num_tokens = make_spec(groups=(PARTED,)), 200
-    memory = [parted_memory(spec, KvLayout.parse(name)) for name in ("NHD", "HND")]
+    layouts = KvLayout.parse("NHD"), HND
+    memory = [memory_within(spec, layout, parted=parted) for layout in layouts]
     caches = [KvCache(spec, one.rank, tensor) for one, tensor in memory]
     bits(caches[0].view(0, KvPart.KEY)).random_()
     bits(caches[0].view(0, KvPart.VALUE)).random_()

@@ -131,3 +131,33 @@ async def test_remote_part_waits_for_step_of_its_own_rank(
             late.run()
             await handoff.fetch.ended
         assert handoff.has_landed() is in_order
+
+
+@BY_ORDER
+@pytest.mark.parametrize(
+    ("path", "num_agents"), [("direct", 2), ("direct", 1), ("packed", 1), ("mapped", 1)]
+)
+async def test_tokens_of_a_late_rank_at_another_agent_are_read_after_its_step(
+    shapes: ShapedAgents, path: str, num_agents: int, in_order: bool
+) -> None:
+    home, other = shapes.of("prefill")
+    async with (
+        spread_engine([home, other], seed=1) as source,
+        spread_engine(shapes.of(path)[:num_agents], seed=2) as target,
+    ):
+        first = await begin(source, target)
+        await first.completed()
+        source.fill(1)
+        target.fill(2)
+        memory, written = source.memories()[1], source.snapshot()[1]
+        memory.zero_()
+        source.links[0].record(STEP)
+        with LateStep(lambda: memory.copy_(written), source.links[1]) as late:
+            after = STEP if in_order else 0
+            second = await begin(source, target, made={"after": after})
+            if in_order:
+                await until(lambda: other.status()["counts"]["waiting_requests"] == 1)
+                late.run()
+            await second.fetch.ended
+        await second.offer.ended
+        assert same(target.snapshot(), first.wanted) is in_order

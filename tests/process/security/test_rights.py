@@ -81,6 +81,7 @@ class Leased:
             "renew": ({**self.renewal, "lease_s": 1e-3}, "token"),
             "release": ({**self.lease, "code": "cancelled"}, "token"),
             "check": ({**self.memory, "progress_s": 0.0}, "rank_secret"),
+            "await_work": ({**self.memory, "after": 512}, "rank_secret"),
             "pack": (self.pack, "rank_secret"),
             "pack under another lease": (self.pack, "token"),
         }

@@ -29,6 +29,7 @@ STAGES = {
     "mapped": (Stage.COPYING,),
     "zeroing": (Stage.COPYING,),
     "comparing": (Stage.COMPARING,),
+    "ordering": (Stage.ORDERING,),
 }
 
 
@@ -99,7 +100,7 @@ def ending(_: Chunk) -> ev.Event:
 
 
 NAMES = {Stage.PACKING: "pack", Stage.READING: "post"}
-NAMES |= {Stage.COPYING: "copy", Stage.COMPARING: "compare"}
+NAMES |= {Stage.COPYING: "copy", Stage.COMPARING: "compare", Stage.ORDERING: "order"}
 
 
 def done(commands: list[ev.Command], of: Chunk) -> str:
@@ -178,6 +179,13 @@ SCRIPTS: dict[str, list[Step]] = {
         (landed(1, 3, ABORTED), "end 3 any transfer_failed")],
     "a mapped tile is copied alone and counts as read": [(chunk("mapped"), "copy 0"),
         (copied(0, 8), "end 8 any")],
+    "tokens that ranks elsewhere may still compute are read when all have": [
+        (chunk("ordering", "ordering", later=("direct",)), "order 0, order 1"), (ended(0, 0), ""),
+        (ended(1, 0), "post 2"), (landed(2), "end 8 any")],
+    "nothing is read if ranks elsewhere do not compute it in time": [
+        chunk("ordering", later=("direct",)), (ended(0, 0, FAILED), "end 0 transfer_failed")],
+    "a stopped read does not wait for ranks elsewhere": [chunk("ordering", later=("direct",)),
+        (stopped, "end 0 cancelled"), (ended(0, 0), "")],
     # what is stopped, and what it waits for
     "a stopped read does not wait for a tile, and gives its slot back": [chunk("packed"),
         (stopped, "end 0 cancelled"), (packed(0, 7), "release 7")],

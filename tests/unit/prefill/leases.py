@@ -14,7 +14,7 @@ from kvbus.agent.local_engine import LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec, KvPart, Tile
-from kvbus.protocol import CheckMemory, Commit, Digest, HandshakeDone, Pack, Packed
+from kvbus.protocol import AwaitWork, CheckMemory, Commit, Digest, HandshakeDone, Pack, Packed
 from tests.support.engines import Engine
 from tests.unit.prefill.inside import PrefillAgent, Reader
 
@@ -79,6 +79,9 @@ class Case:
 
     def check(self, **changes: Any) -> CheckMemory:
         return changed(CheckMemory(**self.memory), changes)
+
+    def await_work(self, **changes: Any) -> AwaitWork:
+        return changed(AwaitWork(**self.memory, after=512), changes)
 
     async def shake(self, **changes: Any) -> HandshakeDone:
         spec, instance = self.source.spec, self.local.instance

@@ -585,6 +585,21 @@ def hand_over(table: OfferTable, offer_id: str, now: float) -> None:
         table.handle(event, now)
 
 
+def test_grant_has_number_of_last_gpu_work_of_one_stream() -> None:
+    table = play(opened(sealed=False, after=512))
+    assert granted(table.handle(acquired(), 0.0)).after == 512
+    for late in (MORE, SEAL):
+        other = altered(late, message=altered(late.message, after=1025))
+        (refused,) = table.handle(other, 0.0)
+        assert isinstance(refused, Refuse)
+        assert "of one stream" in refused.error.message
+        assert granted(table.handle(renewed(1), 0.0)).after == 512
+    table.handle(altered(MORE, message=altered(MORE.message, after=1536)), 0.0)
+    assert granted(table.handle(renewed(1), 0.0)).after == 1536
+    table.handle(altered(SEAL, message=altered(SEAL.message, after=1024)), 0.0)
+    assert granted(table.handle(renewed(1), 0.0)).after == 1536
+
+
 def test_ended_offers_are_known_for_minute_and_last_ones_longer() -> None:
     table, num_known = OfferTable(), []
     for number in range(3000):

@@ -7,16 +7,19 @@ import threading
 import time
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 import torch
 
 from kvbus.engine import Completion, Outcome, SharedStorage, share_tensor
 from kvbus.errors import ErrorCode, LocalError, RequestRefused
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import PassSegment, to_body
+from kvbus.protocol import AwaitWork, CancelRequest, PassSegment, to_body
 from tests.support.agents import until
+from tests.support.engines import NUM_BLOCKS, make_spec, rank_link
 from tests.support.pageless import link_without_page
-from tests.unit.prefill.inside import PrefillAgent
+from tests.unit.prefill.inside import PrefillAgent, given_back
 from tests.unit.prefill.test_gpu_memory import greeted
 
 pytestmark = pytest.mark.anyio
@@ -148,3 +151,25 @@ async def test_numbers_of_two_streams_are_refused_for_one_offer(agent: PrefillAg
             offer.seal(after=STEP + 1)
         await offer.seal(after=source.control.record())
         await offer.withdraw()
+
+
+async def test_ranks_without_their_scheduler_are_waited_for(agent: PrefillAgent) -> None:
+    agent.runtime.service.ordering.wait_s = 600.0  # no wait ends by itself
+    spec = make_spec(tp=2)
+    rank, _ = rank_link(agent.attach, spec, 1, num_blocks=NUM_BLOCKS)
+    async with rank, agent.reader() as reader:
+        engine = agent.runtime.agent.engines.engines[spec.engine_id]
+        memory = {"memory_id": engine.memory_id, "rank_secret": engine.rank_secret}
+        request = AwaitWork(agent.boot, spec.engine_id, after=STEP, **memory)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reader.ask, request)
+            await parks(agent, 1)
+            rank.record(STEP)
+        await reader.ask(request)
+        later = msgspec.structs.replace(request, after=2 * STEP)
+        cancelled = reader.client.send(later, timeout_s=30.0, on_reply=lambda _: None)
+        await parks(agent, 1)
+        await reader.ask(CancelRequest(cancelled))
+        await parks(agent, 0)
+        (process,) = engine.processes
+    await until(lambda: given_back(process))

@@ -68,6 +68,7 @@ OTHER_TILE: list[Wrong] = [
 ]
 WRONG: dict[str, list[Wrong]] = {
     "check": OTHER_MEMORY,
+    "await": OTHER_MEMORY,
     "digest": [
         *(*OTHER_MEMORY, *OTHER_TILE),
         ({"secret": SECRET}, FORBIDDEN, "may not request"),
@@ -85,7 +86,12 @@ WRONG: dict[str, list[Wrong]] = {
 
 @pytest.mark.parametrize("question", WRONG)
 async def test_request_beyond_readers_right_is_refused(case: Case, question: str) -> None:
-    questions: Any = {"pack": case.pack, "digest": case.digest, "check": case.check}
+    questions: Any = {
+        "pack": case.pack,
+        "digest": case.digest,
+        "check": case.check,
+        "await": case.await_work,
+    }
     for changes, code, words in WRONG[question]:
         with pytest.raises(RequestRefused, match=words) as refused:
             await case.reader.ask(questions[question](**changes))

@@ -215,7 +215,9 @@ class FetchEntry:
             return None
         last = self.sealed and stop == wanted
         epoch, token = (self.held.epoch, self.held.token) if self.held else (0, "")
-        return ev.ReadChunk(self.requested, epoch, token, dict(self.tables), start, stop, last)
+        after = self.held.after if self.held else 0
+        tables = dict(self.tables)
+        return ev.ReadChunk(self.requested, epoch, token, tables, start, stop, last, after)
 
     def retire(self) -> None:
         self.tables, self.held, self.request_sent = {}, None, None

@@ -234,6 +234,7 @@ class ReadChunk(Value, frozen=True):
     start: int
     stop: int
     last: bool
+    after: int = 0  # GPU work that other agents of the prefill engine wait for
 
 
 class RequestRemoteParts(Value, frozen=True):

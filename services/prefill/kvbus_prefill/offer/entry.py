@@ -8,7 +8,7 @@ from typing import Any
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import NO_BLOCKS, BlockTable
 from kvbus.protocol.commit_cell import CommitCell, commit_mark
-from kvbus.protocol.engine import Outcome, Park, Released
+from kvbus.protocol.engine import NUM_SEQUENCE_WORDS, Outcome, Park, Released
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
     Acquire,
@@ -132,6 +132,7 @@ class OfferEntry:
     traceparent: str = ""
     sent_s: float | None = None
     num_tokens: int = 0
+    after: int = 0
     tables: dict[str, BlockTable] = field(default_factory=dict)
     opened_at: float = 0.0
     sealed_at: float = 0.0
@@ -216,6 +217,15 @@ class OfferEntry:
 
     def wait_until(self, when: float) -> None:
         self.expires_at = max(self.expires_at, when)
+
+    def note_work(self, after: int) -> None:
+        """Keep the number of the last GPU work. Raises `LocalError` for one of another stream."""
+        if after and self.after and (after - self.after) % NUM_SEQUENCE_WORDS:
+            raise LocalError(
+                f"'after' is {after}, but was {self.after}: the numbers of one offer are of one "
+                f"stream, so equal modulo {NUM_SEQUENCE_WORDS}"
+            )
+        self.after = max(self.after, after)
 
     def tables_with(self, more: Mapping[str, BlockTable]) -> dict[str, BlockTable]:
         known = self.tables
@@ -334,6 +344,7 @@ class OfferEntry:
                 group: _after(table, known_blocks.get(group, 0))
                 for group, table in self.tables.items()
             },
+            after=self.after,
         )
 
     def end_lease(

@@ -107,6 +107,7 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     if offer.cell is not None:
         offer.cell.open(message.cell)
     offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
+    offer.note_work(message.after)
     left_s = event.ttl_s
     if message.left_s is not None:
         left_s = max(message.left_s, at.limits.reader_return_s)
@@ -173,6 +174,7 @@ def extend(offer: OfferEntry, event: ev.RequestReceived[ExtendOffer], at: Contex
         raise LocalError(
             f"offer has {offer.num_tokens} tokens, an extension cannot leave {message.num_tokens}"
         )
+    offer.note_work(message.after)
     offer.tables = offer.tables_with(message.tables)
     offer.num_tokens = message.num_tokens
     offer.wait_until(at.now + offer.ttl_s)
@@ -180,6 +182,7 @@ def extend(offer: OfferEntry, event: ev.RequestReceived[ExtendOffer], at: Contex
 
 
 def seal(offer: OfferEntry, event: ev.RequestReceived[SealOffer], at: Context) -> Commands:
+    offer.note_work(event.message.after)
     offer.state, offer.sealed_at = SEALED, at.now
     offer.wait_until(at.now + offer.ttl_s)
     return [done(event), offer.published("offer.sealed")]
