@@ -39,6 +39,7 @@ class _Waiting:
     key: Key
     call: Call
     run: Callable[[], None]
+    on_refused: Callable[[], None] | None = None
     timer: asyncio.TimerHandle | None = None
     """Set until its number is reached."""
 
@@ -51,6 +52,8 @@ class _Waiting:
             self.refuse(failure(error))
 
     def refuse(self, error: KVBusError) -> None:
+        if self.on_refused is not None:
+            self.on_refused()
         if not self.call.answered:
             self.call.refuse(error)
 
@@ -87,10 +90,11 @@ class Ordering:
         *,
         after: int = 0,
         wait_s: float = math.inf,
+        on_refused: Callable[[], None] | None = None,
     ) -> None:
         """Run now, or when ``after`` is reached and earlier requests ``about`` the same have run.
 
-        Errors of ``run`` are raised, or refuse the call later. Raises `LocalError` for a number of
+        Errors of ``run`` are raised, or refuse the call later, after ``on_refused``. Raises `LocalError` for a number of
         an engine that has passed no page.
         """
         is_reached = not after or engine.has_reached(after)
@@ -98,7 +102,7 @@ class Ordering:
         if is_reached and queue is None:
             run()
             return
-        one = _Waiting((engine, about), call, run)
+        one = _Waiting((engine, about), call, run, on_refused)
         self._queues.setdefault(one.key, deque()).append(one)
         if not is_reached:
             self._await(one, after, min(wait_s, self.wait_s))

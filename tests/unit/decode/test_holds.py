@@ -9,7 +9,8 @@ from kvbus.engine import Outcome, Rendezvous, new_secret
 from kvbus.errors import RequestRefused
 from kvbus.protocol import HoldOffer
 from tests.support.agents import until
-from tests.support.engines import Engine, engine, make_spec
+from tests.support.engines import ONE_BLOCK, Engine, engine, failure_of, make_spec
+from tests.support.pageless import link_without_page
 from tests.unit.decode.neighbours import Neighbours, neighbours
 
 pytestmark = pytest.mark.anyio
@@ -80,6 +81,36 @@ async def test_released_ticket_is_held_no_longer(both: Neighbours) -> None:
         target.decode.release(offer.ticket)
         assert await offer.ended is Outcome.COMPLETED
         await until(lambda: holds(both) == 0)
+
+
+@pytest.mark.parametrize("why", ["no time", "never reached", "no blocks"])
+async def test_refused_fetch_ends_the_hold(both: Neighbours, why: str) -> None:
+    both.service.ordering.wait_s = 0.05
+    async with both.engines() as (source, target):
+        offer = await offered(source, ttl_s=60.0)
+        target.decode.hold(offer.ticket)
+        await until(lambda: holds(both) == 1)
+        options: dict[str, Any] = {"after": target.control.record()}
+        if why != "no blocks":
+            options = {"after": 7, "timeout_s": 0.05 if why == "no time" else 60.0}
+        blocks = {} if why == "no blocks" else target.some_blocks(4, NUM_TOKENS)
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=NUM_TOKENS, block_ids=blocks, **options
+        )
+        assert (await failure_of(fetch)).stage == "requested"
+        assert holds(both) == 0
+        await offer.withdraw()
+
+
+async def test_fetch_of_engine_without_page_ends_its_hold(both: Neighbours) -> None:
+    async with both.engines() as (source, _):
+        offer = await offered(source, ttl_s=60.0)
+        async with link_without_page(both.decode.config.attach_path) as target:
+            target.hold(offer.ticket)
+            await until(lambda: holds(both) == 1)
+            await failure_of(target.fetch(offer.ticket, after=7, **ONE_BLOCK))
+            assert holds(both) == 0
+        await offer.withdraw()
 
 
 async def test_lost_engine_holds_nothing(both: Neighbours) -> None:
