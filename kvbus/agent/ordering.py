@@ -94,8 +94,8 @@ class Ordering:
     ) -> None:
         """Run now, or when ``after`` is reached and earlier requests ``about`` the same have run.
 
-        Errors of ``run`` are raised, or refuse the call later, after ``on_refused``. Raises `LocalError` for a number of
-        an engine that has passed no page.
+        Errors of ``run`` are raised, or refuse the call later, after ``on_refused``. Raises
+        `LocalError` for a number of an engine that has passed no page.
         """
         is_reached = not after or engine.has_reached(after)
         queue = self._queues.get((engine, about))

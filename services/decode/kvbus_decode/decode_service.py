@@ -202,7 +202,8 @@ class DecodeService(Service):
         request: F,
         call: Call,
         start: Callable[[F], None],
-        **more: Any,
+        *,
+        on_refused: Callable[[], None] | None = None,
     ) -> None:
         """The wait counts towards the deadline of the fetch."""
         loop, timeout_s = self._agent.loop, request.timeout_s or self._config.fetch_timeout_s
@@ -212,8 +213,8 @@ class DecodeService(Service):
             left_s = max(1e-3, deadline - loop.time())
             start(structs.replace(request, timeout_s=left_s) if request.after else request)
 
-        waits = {"after": request.after, "wait_s": timeout_s}
-        self.ordering.submit(engine, about, call, run, **waits, **more)
+        waits: dict[str, Any] = {"after": request.after, "wait_s": timeout_s}
+        self.ordering.submit(engine, about, call, run, on_refused=on_refused, **waits)
 
     def _start_fetch(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

@@ -25,9 +25,9 @@ HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
 REPLY_S, FREE_S = 40.0, 60.0
 CHECK_S = 0.5
-NEVER = ("invalid", "internal")
+NEVER = ("invalid", "internal", "offer_parked")
 """Codes of a mistake in an engine or an agent."""
-LIVE = re.compile(" -> (open|sealed): ")
+LIVE = re.compile(" -> (open|sealed|parked): ")
 """The state of an offer in a line of its history."""
 
 
@@ -51,10 +51,10 @@ class Made:
 
 
 class Handoffs:
-    """Makes handoffs in a world, and judges how they end."""
+    """Makes handoffs in a world, and judges how they end: more strictly if nothing ``hurts``."""
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
-        self._world, self._ledger = world, ledger
+    def __init__(self, world: World, ledger: Ledger, *, hurts: bool) -> None:
+        self._world, self._ledger, self._hurts = world, ledger, hurts
         self._tickets: dict[str, Told] = {}
         """The latest from each prefill agent: they say where it is."""
 
@@ -102,9 +102,11 @@ class Handoffs:
         ends = await asyncio.gather(*fetches)
         if "completed" not in [end["outcome"] for end in ends]:
             source.tell({"do": "withdraw", "offer": key})
-        wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, about)
+        wait = Wait(source, f"offer {key}", draw.ttl_s + draw.queue_s + 2 * HOLD_S, about)
         over = await self._in_time(made.asked.ended, wait)
         self._ledger.count(f"offers_{over['outcome']}")
+        if over["outcome"] == "parked" and "completed" in [end["outcome"] for end in ends]:
+            self._ledger.count("parked_offers_read")
         if [end["outcome"] for end in ends].count("completed") > 1:
             self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
 
@@ -121,7 +123,7 @@ class Handoffs:
         ticket = self._tickets[self._world.agent_of(source)] = made["ticket"]
         if draw.kind == "altered":
             ticket = _altered(ticket)
-        elif draw.kind == "forged":
+        elif draw.is_forged:
             ticket = {**ticket, "secret": FORGED}
         return Made(key, source, asked, made["offer_id"], ticket)
 
@@ -141,7 +143,8 @@ class Handoffs:
             timeout_s=draw.timeout_s,
             zero_tail=draw.zero_tail,
             chunk_tokens=draw.piece_tokens,
-            hold_s=draw.act_after_s,
+            keep_s=draw.act_after_s,
+            queue_s=draw.queue_s,
         )
         asked = target.ask(key, order)
         self._ledger.count("fetches")
@@ -150,7 +153,7 @@ class Handoffs:
             cancel = {"do": "cancel", "fetch": key, "release_offer": draw.releases}
             target.tell(cancel)
         what, about = f"fetch {key} of offer {offer}", {"fetch_id": order["fetch_id"]}
-        wait = Wait(target, what, draw.timeout_s + ROOM_S, about)
+        wait = Wait(target, what, draw.queue_s + draw.timeout_s + ROOM_S, about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
         if end.get("code") == "digest_mismatch" and "offer_id" in ticket:
@@ -164,12 +167,15 @@ class Handoffs:
         if outcome == "completed":
             self._ledger.paths[end["path"] or "nothing"] += 1
             self._ledger.count("bytes_compared", end["num_bytes"])
-            if draw.kind == "forged":
+            self._ledger.count("held_fetches_completed", draw.is_held)
+            if draw.is_forged:
                 self._ledger.violate("forged", f"a forged ticket was good: {end}")
         else:
             self._ledger.codes[f"{end['stage']} {end['code']}"] += 1
-            if end["code"] in NEVER or (end["code"] == "forbidden" and draw.kind != "forged"):
+            if end["code"] in NEVER or (end["code"] == "forbidden" and not draw.is_forged):
                 self._ledger.violate("odd_end", f"{draw.kind}: {end}")
+            if draw.is_held and end["code"] == "offer_expired" and not self._hurts:
+                self._ledger.violate("not_held", f"{draw}: {end}")
 
     async def _judge_mismatch(self, fetch: str, offer_id: str, source: Engine) -> None:
         """Bytes of an offer that has ended may differ; of one that lives on they may not."""
