@@ -150,10 +150,16 @@ class Program:
 
     async def _keep_open(self) -> None:
         self.link.when_changed(self._change)
-        async with self.engine:
-            self._is_open = True
-            self._change()
-            await anyio.sleep_forever()
+        try:
+            async with self.engine:
+                self._is_open = True
+                self._change()
+                await anyio.sleep_forever()
+        except RequestRefused as error:
+            if error.code != ErrorCode.DRAINING:
+                raise
+            self.tell("in_doubt", why=f"{self.spec.engine_id}: {error}")
+            end_at_once()
 
     def _change(self) -> None:
         is_up, problem = self.link.is_open, self.link.problem
