@@ -159,6 +159,29 @@ async def test_holds_are_bounded_fairly_and_wait_their_turn(folder: Path) -> Non
         assert holds(both) == 0
 
 
+async def test_holds_at_many_places_leave_connections_to_others(folder: Path) -> None:
+    async with (
+        neighbours(folder, decode={"max_peers": 6}) as both,
+        both.engines() as (source, target),
+    ):
+        offer = await offered(source, ttl_s=60.0)
+        connection = target.decode.connection
+        places = [{**offer.ticket, "endpoint": f"tcp://127.0.0.1:{one}"} for one in range(1, 5)]
+        for number, ticket in enumerate(places[:3]):
+            await connection.request(HoldOffer({**ticket, "offer_id": f"{number}"}))
+        for ticket in (places[3], offer.ticket):
+            with pytest.raises(RequestRefused) as refused:
+                await connection.request(HoldOffer(ticket))
+            assert refused.value.code == "busy"
+        await connection.request(HoldOffer({**places[0], "offer_id": "another"}))
+        assert holds(both) == 4
+        async with engine(both.decode.config.attach_path, make_spec(), seed=3) as other:
+            await other.decode.connection.request(HoldOffer(offer.ticket))
+            assert holds(both) == 4  # the newest place of the first engine is lost, and its hold
+            await fetched(other, offer.ticket)
+        assert holds(both) == 3
+
+
 async def test_hold_of_an_agent_that_may_not_be_reached_is_refused(folder: Path) -> None:
     async with (
         neighbours(folder, decode={"allowed_peers": ["10.9.9.9"]}) as both,
