@@ -315,7 +315,8 @@ class DecodeProgram(Program):
             wanted[group.name] = stop - first if at else 0
         blocks = self.pool.take(wanted, f"fetch {key}")
         if blocks is None:
-            self.link.release(order["ticket"])
+            if order.get("queue_s"):
+                self.link.release(order["ticket"])
             self._tell_end(key, "refused", code="full")
         elif await self._fetch(order, blocks):
             self.pool.give(blocks)

@@ -117,12 +117,13 @@ HANDOFFS = {
     "met_held": 2,
     "forged_held": 1,
 }
-TTLS_S = {"short_lived": (0.001, 0.2), "held": (2.0, 4.0)}
+TTLS_S = {"short_lived": (0.001, 0.2), "held": (2.0, 4.0), "held calmly": (8.0, 10.0)}
+"""On a busy machine, a hold may take seconds to arrive."""
 SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
 TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
 """Altered tickets have more than one block, and so few that they are read without an acquire."""
-SHORTEST_QUEUE_S, LONGEST_QUEUE_S = 0.5, 14.0
-"""Times before a fetch, some far beyond the offer's time to live and the first renewal."""
+QUEUES_S, CALM_QUEUES_S = (0.5, 14.0), (13.0, 17.0)
+"""Times before a fetch, beyond the offer's time to live and the first renewal: some, or all."""
 SOONEST_S, LATEST_S = 0.002, 1.0
 """A handoff is withdrawn or cancelled after this time: during a read on any machine."""
 
@@ -166,21 +167,23 @@ class Draw:
         return self.kind.endswith("cancelled")
 
 
-def draw_handoff(random: Random) -> Draw:
+def draw_handoff(random: Random, *, hurts: bool = True) -> Draw:
     (kind,) = random.choices(list(HANDOFFS), list(HANDOFFS.values()))
     tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
     steps: tuple[int, ...] = (tokens,)
     if kind == "growing" or kind.startswith("met"):
         steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
-    is_queued = "held" in kind
+    is_queued, held, queues_s = "held" in kind, "held calmly", CALM_QUEUES_S
+    if hurts:
+        held, queues_s = "held", QUEUES_S
     return Draw(
         kind=kind,
         num_tokens=tokens,
         first_token=random.randrange(tokens) if kind == "partial" else 0,
-        ttl_s=random.uniform(*TTLS_S.get("held" if is_queued else kind, (4.0, 10.0))),
+        ttl_s=random.uniform(*TTLS_S.get(held if is_queued else kind, (4.0, 10.0))),
         timeout_s=random.choice([3.0, 6.0, 10.0]),
         act_after_s=_short(random, SOONEST_S, LATEST_S),
-        queue_s=_short(random, SHORTEST_QUEUE_S, LONGEST_QUEUE_S) if is_queued else 0.0,
+        queue_s=_short(random, *queues_s) if is_queued else 0.0,
         parks=random.random() < 0.3,
         releases=random.random() < 0.5,
         zero_tail=random.random() < 0.3,

@@ -61,7 +61,8 @@ class Handoffs:
     keys = count(1)
 
     async def one(self, random: Random) -> None:
-        draw, source = draw_handoff(random), self._choose(random, "prefill", None)
+        draw = draw_handoff(random, hurts=self._hurts)
+        source = self._choose(random, "prefill", None)
         if source is None:
             await asyncio.sleep(0.1)
             return
