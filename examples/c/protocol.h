@@ -32,7 +32,7 @@ enum {
 /* Engine socket of a prefill agent: requests and replies */
 
 /* request_id, num_tokens, tables, [sealed], [ttl_s], [audience], [prompt_digest], [transfer_id], [readers],
-   [traceparent], [sent_s], [cell], [offer_id], [secret], [left_s], [after] -> offer_id, ticket,
+   [traceparent], [sent_s], [cell], [offer_id], [secret], [left_s], [after], [park] -> offer_id, ticket,
    [ticket_blocks], [ttl_s] */
 #define KVBUS_OP_OFFER "offer"
 /* offer_id, num_tokens, [tables], [after] -> nothing */

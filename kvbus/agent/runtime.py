@@ -6,7 +6,7 @@ import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ from kvbus.agent.processes import ProcessReport
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.staging_devices import StagingDevices
 from kvbus.agent.status import StatusReporter, without_place
+from kvbus.agent.supervisor import Supervisor
 from kvbus.bus import (
     BusContext,
     Call,
@@ -179,6 +180,7 @@ class Runtime:
     sockets: Sockets
     service: Service
     report: StatusReporter
+    supervisor: Supervisor = field(default_factory=Supervisor.of_environment)
 
     @classmethod
     async def start(
@@ -270,12 +272,15 @@ class Runtime:
             server_key=agent.access.server_key,
             data=list(agent.data_plane.endpoints),
         )
+        self.supervisor.notify("READY=1")
+        agent.tasks.start_soon(self.supervisor.watch)
 
     async def end(self, signals: Signals) -> None:
         """Wait for a signal, and drain for ``drain_timeout_s`` or until a second signal."""
         received, timeout_s = await anext(signals), self.config.drain_timeout_s
         log.info("agent.draining", signal=received.name, timeout_s=timeout_s)
         self.report.is_draining = True
+        self.supervisor.notify("STOPPING=1")
         self.service.start_draining()
         with anyio.move_on_after(timeout_s):
             async with anyio.create_task_group() as drain:

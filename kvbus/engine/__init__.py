@@ -17,7 +17,7 @@ from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors
 from kvbus.memory.attach import query_agent as query_agent
-from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
+from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome, Park
 from kvbus.protocol.ticket import Rendezvous, prompt_digest
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Outcome",
     "PageName",
     "PageView",
+    "Park",
     "RankMemory",
     "Rendezvous",
     "describe_tensors",

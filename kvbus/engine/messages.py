@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvbus.bus import new_secret
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import MakeOffer, StartFetch
+from kvbus.protocol.engine import MakeOffer, Park, StartFetch
 from kvbus.protocol.tools import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
@@ -45,6 +45,8 @@ class OfferOptions(TypedDict, total=False):
     """W3C trace of the request, for the ticket; ignored if invalid."""
     after: int
     """Number of `Link.record`, behind the work that computes the tokens."""
+    park: Park
+    """When a prefill agent with a pool moves the offer there: by default ``when_full``."""
 
 
 class FetchOptions(TypedDict, total=False):

@@ -31,6 +31,7 @@ from kvbus.protocol.engine import (
     MakeOffer,
     OfferMade,
     Outcome,
+    Park,
     ParkOffer,
     Released,
     ReportBlocks,
@@ -78,7 +79,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
         self._num_waits = 0
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
-        self.is_away = self.was_away = self.is_withdrawn = self.is_park_wanted = False
+        self.is_away = self.is_withdrawn = False
 
     @property
     def offer_id(self) -> str:
@@ -112,7 +113,6 @@ class OfferRequest(PendingRequest[MakeOffer]):
         time. Only agents know whether a reader keeps the offer longer than its ``ttl_s``.
         """
         self.connection, self.is_away = None, bool(self.offer_id)
-        self.was_away |= self.is_away
         if self._num_waits < MAX_WAITS:
             self._num_waits += 1
             self.expires_at = max(self.expires_at, time.monotonic() + agent_wait_s)
@@ -177,6 +177,8 @@ class OfferRequest(PendingRequest[MakeOffer]):
         if isinstance(change, ExtendOffer | SealOffer):
             self._changes.append(change)
             self._extend_time()
+        elif isinstance(change, ParkOffer):
+            self.message = replace(self.message, park=Park.ALWAYS)
 
     def _extend_time(self) -> None:
         self.expires_at = max(self.expires_at, time.monotonic() + self.reply.ttl_s)
@@ -298,7 +300,6 @@ class Offers(RequestRetrier[OfferRequest]):
         message = make(offer.offer_id)
         is_end = isinstance(message, WithdrawOffer)
         offer.is_withdrawn |= is_end
-        offer.is_park_wanted |= isinstance(message, ParkOffer)
         if offer.ended.done() and isinstance(message, WithdrawOffer | ParkOffer):
             done.settle(None)
             if is_end and offer.is_parked and offer.connection is self.connection:
@@ -318,7 +319,7 @@ class Offers(RequestRetrier[OfferRequest]):
             self._end(offer, Outcome.WITHDRAWN)
             done.settle(None)
         else:
-            offer.add(message)  # `_begin` repeats a wish to park
+            offer.add(message)
             offer.unanswered.append(done)
 
     def _end_parked(self, message: Request[Empty]) -> None:
@@ -420,8 +421,6 @@ class Offers(RequestRetrier[OfferRequest]):
         offer.begin(connection, made)
         if not has_ended and offer.error is not None:
             self.change(offer, WithdrawOffer, Completion())
-        elif not has_ended and offer.was_away and offer.is_park_wanted:
-            self.change(offer, ParkOffer, Completion())
 
     def _publish_again(self, offer: OfferRequest, connection: Connection) -> None:
         if (expiry := self._expiries.pop(offer, None)) is not None:

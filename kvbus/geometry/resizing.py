@@ -12,7 +12,7 @@ from kvbus.geometry.validation import cells_of
 
 ALIGNMENT_BYTES = 256
 MAX_BLOCKS = 1 << 22
-"""Of a group: lists of block ids stay small."""
+"""The limit of each group; lists of block ids stay small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,16 @@ class Outcome(StrEnum):
     PARKED = "parked"
 
 
+class Park(StrEnum):
+    """When the agent [parks](#park-an-offer) an offer."""
+
+    NEVER = "never"
+    WHEN_FULL = "when_full"
+    """After the agent's ``park_after_s``, or while the engine runs short of blocks."""
+    ALWAYS = "always"
+    """As soon as the offer is sealed."""
+
+
 class AgentRanks(Redacted, frozen=True):
     """Ranks of an engine that are attached to another agent."""
 
@@ -200,6 +210,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     after: SequenceNumber = 0
     """Number of the GPU work that computes the tokens: until it has ended, the agent delays this
     request, and later ones about the offer."""
+    park: Park = Park.WHEN_FULL
+    """When the offer is [parked](#park-an-offer), if the agent has a pool."""
 
 
 @request(

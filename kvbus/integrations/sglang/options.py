@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.errors import ConfigError
+from kvbus.protocol.engine import Park
 from kvbus.variables import Variable
 
 
@@ -14,6 +15,7 @@ class Options:
     attach: Path
     model: str = ""
     engine_id: str = ""
+    park: Park = Park.WHEN_FULL
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Options":
@@ -25,8 +27,14 @@ class Options:
                 "/run/kvbus/prefill-0/attach.sock",
                 key=Variable.ATTACH,
             )
+        park = environment.get(Variable.PARK) or Park.WHEN_FULL
+        if park not in list(Park):
+            raise ConfigError(
+                f"{Variable.PARK} is '{park}': it is one of {', '.join(Park)}", key=Variable.PARK
+            )
         return cls(
             attach=Path(attach),
             model=environment.get(Variable.MODEL, ""),
             engine_id=environment.get(Variable.ENGINE_ID, ""),
+            park=Park(park),
         )

@@ -30,9 +30,10 @@ from kvbus.errors import KVBusError, ProtocolError, reason_of
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.facts import PARAMS_KEY, Requests, TicketAndToken, name_of
 from kvbus.integrations.sglang.options import Options
+from kvbus.integrations.sglang.pages import PageReports
 from kvbus.integrations.sglang.places import BootstrapServer, PlaceRequest, Places
 from kvbus.integrations.sglang.steps import ATTRIBUTE, LaunchedSteps
-from kvbus.protocol.engine import AgentRole, Outcome
+from kvbus.protocol.engine import AgentRole, Outcome, Park
 
 logger = logging.getLogger("sglang.kvbus")
 
@@ -63,7 +64,7 @@ class Manager(CommonKVManager):
         names = {group.name for group in engine.groups}
         self.paged, self.has_states = names & pools.PAGED, bool(names & pools.OTHER_BLOCKS)
         self.rows, self.requests = queue.metadata_buffers, Requests(self)
-        self.scheduler = queue.scheduler
+        self.scheduler, self.park = queue.scheduler, options.park
         if self.is_decode:
             self.places = Places(self.prefill_info_table)
         self.link = Link(
@@ -75,6 +76,8 @@ class Manager(CommonKVManager):
             logger=logger,
         ).start()
         self.steps = LaunchedSteps(self.link, self.scheduler)
+        reports = self.leads and not self.is_decode and self.park is Park.WHEN_FULL
+        self.pages = PageReports(self.link, self.scheduler) if reports else None
         setattr(self.scheduler, ATTRIBUTE, self.steps)
 
     def lora_name(self, lora_id: str | None) -> str:
@@ -153,6 +156,7 @@ class Sender(CommonKVSender):
             transfer_id=self._facts.transfer_id if self._facts else name_of(room),
             prompt_digest=self._facts.digest if self._facts else "",
             ttl_s=self.kv_mgr.bootstrap_timeout,
+            park=self.kv_mgr.park,
         )
 
     def send(
@@ -202,6 +206,8 @@ class Sender(CommonKVSender):
             self._offer.seal(after=after)
 
     def poll(self) -> Any:
+        if self.kv_mgr.pages is not None:
+            self.kv_mgr.pages.report()
         if self.conclude_state is None:
             self.conclude_state = self._final_state()
         if self.conclude_state is not None:
@@ -218,8 +224,8 @@ class Sender(CommonKVSender):
         if self._offer is None or not self._offer.ended.done():
             return None
         error = self._offer.ended.exception()
-        if error is None and self._offer.outcome is Outcome.COMPLETED:
-            return KVPoll.Success
+        if error is None and self._offer.outcome in (Outcome.COMPLETED, Outcome.PARKED):
+            return KVPoll.Success  # no agent reads its pages any more
         why = error if error is not None else f"the offer is {self._offer.outcome}"
         self.kv_mgr.record_failure(self.bootstrap_room, f"kvbus: {why}")
         return KVPoll.Failed

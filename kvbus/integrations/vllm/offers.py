@@ -22,7 +22,7 @@ from kvbus.integrations.vllm.params import (
 )
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, KvbusStats
 from kvbus.integrations.vllm.steps import Steps
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol.engine import Outcome, Park
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -185,8 +185,9 @@ class RequestOffers:
         steps: Steps,
         *,
         drains: bool,
+        park: Park,
     ) -> None:
-        self._steps = steps
+        self._steps, self._park = steps, park
         self._described, self._link, self._pool, self._stats = described, link, pool, stats
         self._drains, self._last_s = drains, 0.0
         self._lives_s: deque[float] = deque(maxlen=LIVES_KEPT)
@@ -212,6 +213,7 @@ class RequestOffers:
         if request_id in self._reserved:
             return
         options |= {"sealed": False, "prompt_digest": digest_of(request, num_tokens)}
+        options["park"] = self._park
         reserved = self._reserved[request_id] = RequestOffer(request, options, is_answer)
         reserved.request_offer(self._link)
         if grows:
@@ -310,11 +312,17 @@ class RequestOffers:
             return
         # In vLLM's order: the end of a prompt leaves the prefix cache first.
         self._pool.free_blocks(reversed(published.held))
-        if offer.outcome is Outcome.COMPLETED and not published.is_answer:
+        frees = offer.outcome in (Outcome.COMPLETED, Outcome.PARKED)
+        if frees and not published.is_answer:
             self._lives_s.append(time.monotonic() - published.published_s)
         self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         if offer.error is not None and not isinstance(offer.error, PeerLost):
             self._log_not_offered(published.request_id, offer.error)
+
+    @property
+    def may_park(self) -> bool:
+        """Whether the agent may park an offer sooner because vLLM lacks blocks."""
+        return self._park is Park.WHEN_FULL and bool(self._published)
 
     @property
     def need_steps(self) -> bool:

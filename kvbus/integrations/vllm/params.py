@@ -17,7 +17,7 @@ import msgspec
 from kvbus.engine import AgentRanks, PageName, prompt_digest
 from kvbus.errors import ConfigError, GeometryError, ProtocolError, reason_of
 from kvbus.geometry import EngineSpec
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.engine import AgentRole, Park
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import known_trace
@@ -49,6 +49,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attach_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     fetch_timeout_s: Seconds | None = None
     offer_ttl_s: Seconds | None = None
+    park: Park = Park.WHEN_FULL
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: Seconds = 480.0
     decoder_kv_blocks_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5

@@ -17,6 +17,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvbus.engine import AgentRole, Link, Offer
 from kvbus.errors import GeometryError, ProtocolError
+from kvbus.integrations.vllm.blocks import BlockReports
 from kvbus.integrations.vllm.loads import Loads
 from kvbus.integrations.vllm.offers import NULL_BLOCK, BlockIds, RequestOffers
 from kvbus.integrations.vllm.params import (
@@ -116,8 +117,15 @@ class SchedulerSide:
         )
         pool = self._manager.block_pool
         self._offers = RequestOffers(
-            described, offering, pool, self._stats, self._steps, drains=self._drains
+            described,
+            offering,
+            pool,
+            self._stats,
+            self._steps,
+            drains=self._drains,
+            park=self._options.park,
         )
+        self._blocks = BlockReports(described, offering, pool)
 
     def shutdown(self) -> None:
         for link in self._control_links:
@@ -145,6 +153,7 @@ class SchedulerSide:
             return None, False
         if self._evict_partial():  # vLLM may just have found one of them for this request
             return None, False
+        self._blocks.want(request.num_tokens)
         num_tokens = self._loads.matched(request.request_id, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
@@ -156,6 +165,7 @@ class SchedulerSide:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         block_ids = self._caches.select_transfer_block_ids(blocks.get_block_ids())
+        self._blocks.fulfil()
         self._loads.start(request.request_id, block_ids, num_external_tokens)
         self._evict_partial()
         params = request.kv_transfer_params or {}
@@ -192,6 +202,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
         self._evict_partial()
         self._poll_links()
+        self._blocks.report(may_park=self._offers.may_park)
         for request_id in scheduler_output.preempted_req_ids or ():  # others reuse its blocks
             self._offers.take_back(request_id)
             self._loads.lose_blocks(request_id)

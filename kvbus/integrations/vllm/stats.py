@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 
 ENDS = (Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED)
 STAGES = (REFUSED_AT, *StageTimes.__struct_fields__, "lost", "silent")
-OFFER_ENDS = (Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED, Outcome.FAILED)
+OFFER_ENDS = tuple(one for one in Outcome if one is not Outcome.CANCELLED)
 SPENT = "Seconds that a load was in one stage."
 
 METRICS = (

@@ -12,6 +12,7 @@ from kvbus.agent.service import Agent
 from kvbus.data import messages as wire
 from kvbus.data.client import StartedJob
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.engine import Park
 from kvbus.protocol.tools import EngineEvent, PoolStatus
 from kvbus.table.events import EngineLost
 from kvbus_prefill.config import PrefillConfig
@@ -54,6 +55,7 @@ class Parking:
         self._opening: set[LocalEngine] = set()
         self._one_opens = asyncio.Lock()
         self._short: set[LocalEngine] = set()
+        self._warned: set[LocalEngine] = set()
         self._waiting: dict[str, float] = {}
         """Candidates, by the time at which they are due, which ascends."""
         self._due: dict[str, None] = {}
@@ -87,6 +89,7 @@ class Parking:
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         self._short.discard(engine)
+        self._warned.discard(engine)
         for pool in [one for one in self._pools if one.engine is engine]:
             pool.detach()
             self._close_unused(pool)
@@ -160,7 +163,7 @@ class Parking:
         if self._config.park_bytes and offer is not None and offer.may_be_parked:
             self._waiting.pop(offer_id, None)
             now, after_s = self._agent.loop.time(), self._config.park_after_s
-            if offer.park_wanted or not after_s:
+            if offer.park is Park.ALWAYS or not after_s:
                 self._due[offer_id] = None
                 self._look_at(now)
             else:
@@ -185,6 +188,15 @@ class Parking:
         if engine.remote_ranks:
             message = "offers of an engine with ranks at other agents cannot be parked"
             raise LocalError(message, code=ErrorCode.CONFIG)
+
+    def warn_if_never(self, engine: LocalEngine) -> None:
+        """Log once that the engine wants to park its offers, and that this agent does not."""
+        try:
+            self.check_may_park(engine)
+        except LocalError as error:
+            if engine not in self._warned:
+                log.warning("offers.not_parked", engine_id=engine.engine_id, reason=error.message)
+            self._warned.add(engine)
 
     def report_blocks(self, engine: LocalEngine, *, short: bool) -> None:
         (self._short.add if short else self._short.discard)(engine)

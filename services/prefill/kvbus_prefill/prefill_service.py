@@ -22,6 +22,7 @@ from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
+    Park,
     ParkOffer,
     ReportBlocks,
     Republished,
@@ -417,6 +418,8 @@ class PrefillService(Service):
                 ticket_blocks=max_blocks if may_name else 0,
             )
         )
+        if offer.park is Park.ALWAYS:
+            self._parking.warn_if_never(engine)
         self._parking.note(ticket.offer_id)
 
     def _change(self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call) -> None:

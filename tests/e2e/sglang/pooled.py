@@ -22,8 +22,16 @@ def scheduler_of(**different: Any) -> Any:
         "enable_multi_layer_eagle": False,
         **different,
     }
+    free = SimpleNamespace(remaining_total=100)
     return SimpleNamespace(
-        model_config=model, server_args=SimpleNamespace(**options), sliding_window_size=95
+        model_config=model,
+        server_args=SimpleNamespace(**options),
+        sliding_window_size=95,
+        token_to_kv_pool_allocator=SimpleNamespace(create_prefill_budget=lambda _: free),
+        tree_cache=None,
+        free=free,
+        max_total_num_tokens=100,
+        waiting_queue=[],
     )
 
 

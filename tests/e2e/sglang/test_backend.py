@@ -2,7 +2,8 @@
 
 import gc
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import product
@@ -12,8 +13,9 @@ from weakref import ref
 
 import pytest
 
-from kvbus.engine import PageView
+from kvbus.engine import PageView, Park
 from kvbus.errors import ConfigError
+from kvbus.integrations.sglang.options import Options
 from kvbus.integrations.sglang.steps import process_result, run_batch
 from kvbus.integrations.vllm.params import digest_of
 from tests.e2e.sglang.backend import (
@@ -33,7 +35,7 @@ from tests.e2e.sglang.backend import (
     write,
 )
 from tests.e2e.sglang.pooled import queue_of
-from tests.support.agents import AgentProcess, Agents, wait_until
+from tests.support.agents import AgentProcess, Agents, agents_ended, wait_until
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
 
@@ -366,3 +368,75 @@ def test_a_server_without_an_agent_is_told_what_to_set(
 
     with pytest.raises(ConfigError, match="KVBUS_ATTACH"):
         Manager.__new__(Manager).begin(queue_of(None))
+
+
+def test_an_unknown_wish_to_park_is_refused_with_the_known_ones() -> None:
+    wrong = {"KVBUS_ATTACH": "attach.sock", "KVBUS_PARK": "often"}
+    with pytest.raises(ConfigError, match=r"KVBUS_PARK is 'often': .* never, when_full, always"):
+        Options.of_environment(wrong)
+
+
+@pytest.fixture(scope="module")
+def parking() -> Iterator[Agents]:
+    with agents_ended(Agents) as both:
+        both.both(prefill={"park_bytes": 16 << 20, "park_after_s": 3600.0})
+        yield both
+
+
+PARKED_WHEN: dict[str, Callable[[Any], Any]] = {
+    "few tokens are free": lambda scheduler: setattr(scheduler.free, "remaining_total", 9),
+    "the next request does not fit": lambda scheduler: scheduler.waiting_queue.append(
+        SimpleNamespace(origin_input_ids=range(101))
+    ),
+}
+
+
+class TestParked:
+    """SGLang has its pages back, and says so, before decode reads."""
+
+    @pytest.fixture
+    def agents(self, parking: Agents) -> Agents:
+        return parking
+
+    @pytest.mark.parametrize("option", Park)
+    @pytest.mark.parametrize("when", PARKED_WHEN)
+    def test_pages_are_free_before_decode_reads(
+        self,
+        managers: Managers,
+        bootstrap: Callable[[], str],
+        monkeypatch: pytest.MonkeyPatch,
+        option: str,
+        when: str,
+    ) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        monkeypatch.setenv("KVBUS_PARK", option)
+        prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
+        sender = sender_of(prefill, room)
+        write(prefill, 1.0)
+        sender.send(pages_of("prefill"))
+        if option == "always":
+            assert ends(sender) == [KVPoll.Success]
+        else:
+            assert stays_transferring(sender)
+        PARKED_WHEN[when](prefill.scheduler)
+        if option == "never":
+            assert stays_transferring(sender)
+        else:
+            assert ends(sender) == [KVPoll.Success]
+            write(prefill, 2.0)
+
+        receiver = receiver_of(decode, room, bootstrap())
+        receiver.send_metadata(pages_of("decode"), ROW, None)
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
+        assert bool((key_pages(decode, "decode") == 1.0).all())
+
+
+def stays_transferring(sender: Any) -> bool:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    until_s = time.monotonic() + 0.3
+    while time.monotonic() < until_s:
+        if sender.poll() != KVPoll.Transferring:
+            return False
+    return True

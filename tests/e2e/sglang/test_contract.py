@@ -47,6 +47,8 @@ USED = {
         *("conv_shard_groups", "_slot_siblings"),
     ],
     "layers/quantization/fp4_kv_cache_quant_method.py": ["UnquantizedKVCacheMethod", "name"],
+    "mem_cache/allocator/base.py": ["create_prefill_budget"],
+    "mem_cache/prefill_budget.py": ["remaining_total"],
     "mem_cache/events.py": ["KvEventLoraNames", "resolve", "lora_id", "lora_name"],
     "mem_cache/swa_memory_pool.py": [
         *("SWAKVPool", "full_kv_pool", "swa_kv_pool", "full_layer_nums", "page_size"),
@@ -54,6 +56,7 @@ USED = {
     "managers/scheduler.py": [
         *("sliding_window_size", "server_args", "model_config", "kv_event_lora_names"),
         *("draft_worker", "spec_algorithm", "pd_rebootstrap_in_progress"),
+        *("tree_cache", "waiting_queue", "max_total_num_tokens", "token_to_kv_pool_allocator"),
         *("enable_overlap", "forward_stream", "forward_ct", "forward_iter", "run_batch"),
     ],
     "managers/scheduler_pp_mixin.py": ["run_batch", "process_batch_result"],

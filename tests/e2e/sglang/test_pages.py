@@ -250,3 +250,18 @@ def test_servers_go_on_with_the_next_agent(pair: Cluster, alone: Alone, role: st
             call.tokens()
     killed.start()
     works_again(pair, alone)
+
+
+def test_prefill_has_ended_before_decode_gets_the_requests(pair: Cluster, alone: Alone) -> None:
+    prompts = [prompt_of(150, seed=700 + number) for number in range(6)]
+    pair.restart(pair.prefill_agent, park_bytes=64 << 20, park_after_s=0.0)
+    rooms = [pair.room() for _ in prompts]
+    sent = list(zip(prompts, rooms, strict=True))
+    first = [pair.prefill.begin(prompt, NUM_TOKENS, **room) for prompt, room in sent]
+    begun = [call.tokens()[:1] for call in first]
+
+    said = [pair.decode.begin(prompt, NUM_TOKENS, **room).tokens() for prompt, room in sent]
+
+    assert said == [alone(prompt) for prompt in prompts]
+    assert [tokens[:1] for tokens in said] == begun
+    pair.restart(pair.prefill_agent, park_bytes=0, park_after_s=1.0)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvbus import protocol
-from kvbus.engine import Offer, Outcome
+from kvbus.engine import Offer, Outcome, Park
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import Request
 from tests.support.agents import until
@@ -32,9 +33,11 @@ async def agent(folder: Path) -> AsyncIterator[PrefillAgent]:
         yield started
 
 
-async def offered(agent: PrefillAgent, source: Engine, reader: Reader) -> tuple[Offer, Case]:
-    blocks, name = {"full": IDS}, uuid.uuid4().hex
-    offer: Offer = await source.prefill.offer(name, num_tokens=NUM_TOKENS, block_ids=blocks)
+async def offered(
+    agent: PrefillAgent, source: Engine, reader: Reader, **options: Any
+) -> tuple[Offer, Case]:
+    request = {"num_tokens": NUM_TOKENS, "block_ids": {"full": IDS}, **options}
+    offer: Offer = await source.prefill.offer(uuid.uuid4().hex, **request)
     return offer, Case(agent, source, reader, offer.offer_id, 1, offer.ticket["secret"])
 
 
@@ -156,3 +159,29 @@ async def test_agent_without_parking_opens_no_pool_and_refuses(folder: Path) -> 
         assert offer.outcome is None
         assert not agent.runtime.service.pools()
         await offer.withdraw()
+
+
+async def test_engine_chooses_which_of_its_offers_are_parked(agent: PrefillAgent) -> None:
+    async with agent.engine() as source, agent.reader() as reader:
+        kept, always = [
+            (await offered(agent, source, reader, park=park))[0]
+            for park in (Park.NEVER, Park.ALWAYS)
+        ]
+        assert await always.ended is Outcome.PARKED
+        when_full, _ = await offered(agent, source, reader)
+        assert when_full.outcome is None
+        source.prefill.report_blocks(free=0, low=1)
+        assert await when_full.ended is Outcome.PARKED
+        assert kept.outcome is None
+        await kept.park()
+        assert await kept.ended is Outcome.PARKED
+
+
+async def test_a_wish_to_park_at_an_agent_without_a_pool_is_named_once(folder: Path) -> None:
+    async with prefill_agent(folder) as agent, agent.engine() as source, agent.reader() as reader:
+        with capture_logs() as lines:
+            for _ in range(2):
+                offer, _ = await offered(agent, source, reader, park=Park.ALWAYS)
+                await offer.withdraw()
+        warnings = [line["reason"] for line in lines if line["event"] == "offers.not_parked"]
+        assert warnings == ["this agent parks no offers (park_bytes = 0)"]

@@ -8,7 +8,7 @@ from typing import Any
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import NO_BLOCKS, BlockTable
 from kvbus.protocol.commit_cell import CommitCell, commit_mark
-from kvbus.protocol.engine import Outcome, Released
+from kvbus.protocol.engine import Outcome, Park, Released
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
     Acquire,
@@ -135,7 +135,7 @@ class OfferEntry:
     tables: dict[str, BlockTable] = field(default_factory=dict)
     opened_at: float = 0.0
     sealed_at: float = 0.0
-    park_wanted: bool = False
+    park: Park = Park.WHEN_FULL
     pooled: ev.Pooled | None = None
     expires_at: float = 0.0
     hold_ends_at: float | None = None
@@ -170,7 +170,7 @@ class OfferEntry:
     @property
     def may_be_parked(self) -> bool:
         is_used = any(one.end is None or one.is_done for one in self.leases.values())
-        return self.state is OfferState.SEALED and not is_used
+        return self.state is OfferState.SEALED and self.park is not Park.NEVER and not is_used
 
     @property
     def live_leases(self) -> list[Lease]:

@@ -11,6 +11,7 @@ from kvbus.protocol.engine import (
     MakeOffer,
     OfferMade,
     Outcome,
+    Park,
     ParkOffer,
     SealOffer,
     WithdrawOffer,
@@ -101,7 +102,7 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     offer.state = SEALED if message.sealed else OPEN
     offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
     offer.secret, offer.ticket, offer.ttl_s = ticket.secret, ticket, event.ttl_s
-    offer.readers, offer.sent_s = message.readers, message.sent_s
+    offer.readers, offer.sent_s, offer.park = message.readers, message.sent_s, message.park
     offer.traceparent, offer.cell = ticket.traceparent, event.cell
     if offer.cell is not None:
         offer.cell.open(message.cell)
@@ -185,7 +186,7 @@ def seal(offer: OfferEntry, event: ev.RequestReceived[SealOffer], at: Context) -
 
 
 def want_park(offer: OfferEntry, event: ev.RequestReceived[ParkOffer], _: Context) -> Commands:
-    offer.park_wanted = True
+    offer.park = Park.ALWAYS
     return [done(event), ev.Park(offer.offer_id)]
 
 
