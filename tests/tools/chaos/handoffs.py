@@ -23,6 +23,8 @@ OVERDUE_S = 5.0
 ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
+HELD_WITHIN_S = 3.0
+"""An engine that is later may hold an offer too late, as its loop had no time."""
 REPLY_S, FREE_S = 40.0, 60.0
 CHECK_S = 0.5
 NEVER = ("invalid", "internal", "offer_parked")
@@ -147,7 +149,7 @@ class Handoffs:
             keep_s=draw.act_after_s,
             queue_s=draw.queue_s,
         )
-        asked = target.ask(key, order)
+        asked, asked_at = target.ask(key, order), time.monotonic()
         self._ledger.count("fetches")
         if draw.is_cancelled:
             await asyncio.sleep(draw.act_after_s)
@@ -157,6 +159,10 @@ class Handoffs:
         wait = Wait(target, what, draw.queue_s + draw.timeout_s + ROOM_S, about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
+        late_s = time.monotonic() - asked_at - draw.queue_s
+        is_lost = draw.is_held and end["code"] == "offer_expired"
+        if is_lost and late_s < HELD_WITHIN_S and not self._hurts:
+            self._ledger.violate("not_held", f"{what}, {draw}: {end}")
         if end.get("code") == "digest_mismatch" and "offer_id" in ticket:
             await self._judge_mismatch(what, ticket["offer_id"], source)
         await self._in_time(asked.freed, Wait(target, f"the blocks of {what}", FREE_S, about))
@@ -175,8 +181,6 @@ class Handoffs:
             self._ledger.codes[f"{end['stage']} {end['code']}"] += 1
             if end["code"] in NEVER or (end["code"] == "forbidden" and not draw.is_forged):
                 self._ledger.violate("odd_end", f"{draw.kind}: {end}")
-            if draw.is_held and end["code"] == "offer_expired" and not self._hurts:
-                self._ledger.violate("not_held", f"{draw}: {end}")
 
     async def _judge_mismatch(self, fetch: str, offer_id: str, source: Engine) -> None:
         """Bytes of an offer that has ended may differ; of one that lives on they may not."""
