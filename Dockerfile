@@ -32,8 +32,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     --mount=type=bind,source=constraints.txt,target=/constraints.txt \
     python3 -m venv /opt/kvbus \
     && pip install --no-cache-dir --constraint /constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install --no-cache-dir --constraint /constraints.txt /wheel/*.whl \
-       opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+    && pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheel/*.whl)[agent,otel]"
 # The engine's containers run with this uid, too: an agent takes engines of its own user only.
 USER 10001:10001
 WORKDIR /tmp

@@ -30,7 +30,7 @@ PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema wheel clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -153,6 +153,13 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/generate_tables.py
 	PYTHONPATH=. $(BIN)/python docs/generate_kinds.py
 	$(BIN)/python -m tests.unit.vectors.generate
+
+# auditwheel names the oldest glibc that the compiled kernel runs on.
+wheel: $(INSTALLED) ## Build dist/: the sources, and a wheel that a package index takes
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist > /dev/null
+	PATH=$(BIN):$$PATH auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 
 schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all messages
 	PYTHONPATH=. $(BIN)/python docs/generate_schema.py

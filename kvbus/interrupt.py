@@ -24,8 +24,8 @@ def importing() -> Iterator[None]:
         if missing.startswith("kvbus"):
             raise
         sys.exit(
-            f"error: the package '{missing}' is not installed here: install kvbus with all that it "
-            "requires; without (--no-deps) it is for engines alone"
+            f"error: the package '{missing}' is not installed here: agents and commands need "
+            "pip install 'kvbus[agent]'; kvbus alone is for engines"
         )
 
 

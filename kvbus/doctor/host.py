@@ -28,7 +28,7 @@ _CAP_IPC_LOCK = 14
 def check_versions() -> Iterator[Finding]:
     right: dict[str, str] = {}
     for one in map(Requirement, requires(PROJECT) or []):
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+        if one.marker is not None and not one.marker.evaluate({"extra": "agent"}):
             continue
         found = installed(one.name)
         if found and one.specifier.contains(found, prereleases=True):

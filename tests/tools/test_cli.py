@@ -72,7 +72,7 @@ def test_missing_package_is_named_without_traceback(tmp_path: Path, program: str
     ended = run([sys.executable, "-m", *program.split()], PYTHONPATH=path_with(tmp_path))
 
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("error: the package 'zmq' is not installed here: install kvbus")
+    assert ended.stderr.startswith("error: the package 'zmq' is not installed here: agents")
     assert ended.stderr.count("\n") == 1
 
 

@@ -108,9 +108,20 @@ def ask_in_words(
 
 def chat(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
     """As `ask`, as a chat whose only message is ``prompt``."""
-    messages = [{"role": "user", "content": words_of(prompt)}]
+    return converse(port, [user_says(prompt)], num_tokens, **fields)
+
+
+def converse(
+    port: int, messages: Sequence[Mapping[str, str]], num_tokens: int, **fields: Any
+) -> Call:
+    """As `chat`, of several messages."""
     asked = {"messages": messages, "max_tokens": num_tokens, **fields}
     return _send(port, "/v1/chat/completions", asked, {})
+
+
+def user_says(prompt: Sequence[int]) -> dict[str, str]:
+    """A message of a chat."""
+    return {"role": "user", "content": words_of(prompt)}
 
 
 def words_of(prompt: Sequence[int]) -> str:

@@ -330,7 +330,7 @@ def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Clu
         if has_agents:
             agents.start(*agents.all)
         prefill, decode = (
-            _server(agents.all[number::2], side, shape, models)
+            server_of(agents.all[number::2], side, shape, models)
             for number, side in enumerate((shape.prefill, shape.decode))
         )
         made = Cluster(agents, prefill, decode, stack, repeats_itself=name != "mla")
@@ -342,12 +342,12 @@ def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Clu
             server.wait_started()
         for agent in agents.all if has_agents else ():
             num_engines = shape.prefill.dp if agent in agents.all[::2] else shape.decode.dp
-            ready = partial(_knows_its_engines, agent, num_engines)
+            ready = partial(knows_its_engines, agent, num_engines)
             wait_until(ready, f"the {agent.role} agent is ready")
         yield made
 
 
-def _knows_its_engines(agent: AgentProcess, num_engines: int) -> bool:
+def knows_its_engines(agent: AgentProcess, num_engines: int) -> bool:
     return list(agent.status()["engines"].values()) == num_engines * [True]
 
 
@@ -384,7 +384,7 @@ def signing_keys(folder: Path) -> dict[str, list[str]]:
     return {"ticket_keys": [str(key)]}
 
 
-def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Path) -> VllmServer:
+def server_of(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Path) -> VllmServer:
     """A server beside one agent, or one of each kind; they need not run yet."""
     module = "kvbus.integrations.vllm"
     endpoints = {one.role: f"{one.settings['runtime_dir']}/attach.sock" for one in beside}

@@ -4,13 +4,14 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvbus.engine import KvCache, Link, RankMemory
+from kvbus.engine import KvCache, Link, Outcome, RankMemory
 from kvbus.geometry import EngineSpec, KvLayout, KvPart
 from tests.support.agents import AgentProcess
 from tests.support.engines import FULL, make_spec
@@ -123,3 +124,39 @@ def test_memory_page_engine_hands_over_kv_through_ring(
     exec(example, names)  # noqa: S102 - our own page
     sent = [tokens_of(cache[place], BLOCKS) for place in PLACES]
     assert all(map(torch.equal, sent, names["got"]))
+
+
+def test_reuse_page_prefill_engine_loads_prefix_of_another(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    names: dict[str, Any] = {}
+    exec("\n".join(examples("docs/reuse.md")), names)  # noqa: S102 - our own page
+    prefix = list(range(32))
+    with ExitStack() as stack:
+        (source, offers, _), (target, onwards, fetches) = (
+            both_ways(stack, names["link_both"], prefill, decode) for _ in range(2)
+        )
+        for place in PLACES:
+            source.view(*place).normal_()
+        offer = names["offer_prefix"](offers, prefix, [7, 3])
+
+        assert names["load_prefix"](fetches, offer.ticket, prefix[::-1], [5, 6]) == 0
+        assert names["load_prefix"](fetches, offer.ticket, prefix, [4, 1]) == len(prefix)
+
+        assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
+        longer = onwards.offer("longer", num_tokens=NUM_TOKENS, block_ids={"full": [4, 1, 8]})
+        got = received(decode, make_spec(groups=(FULL,)), longer.ticket)
+        for place, tensor in zip(PLACES, got, strict=True):
+            assert torch.equal(tensor, tokens_of(target.view(*place), [4, 1, 8]))
+            assert torch.equal(tensor[:32], source.view(*place)[[7, 3]].flatten(0, 1))
+
+
+def both_ways(
+    stack: ExitStack, link_both: Any, prefill: AgentProcess, decode: AgentProcess
+) -> tuple[KvCache, Link, Link]:
+    """An engine of ten blocks that offers and fetches."""
+    spec = make_spec(groups=(FULL,))
+    memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=10)
+    links = link_both(spec, memory, prefill.attach, decode.attach)
+    offers, fetches = map(stack.enter_context, links)
+    return KvCache(spec, memory.rank, memory.tensor), offers, fetches
