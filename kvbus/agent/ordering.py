@@ -40,6 +40,7 @@ class _Waiting:
     call: Call
     run: Callable[[], None]
     number: int = 0
+    on_refused: Callable[[], None] | None = None
     timer: asyncio.TimerHandle | None = None
     """Set until its number is reached."""
 
@@ -56,6 +57,8 @@ class _Waiting:
             self.refuse(failure(error))
 
     def refuse(self, error: KVBusError) -> None:
+        if self.on_refused is not None:
+            self.on_refused()
         if not self.call.answered:
             self.call.refuse(error)
 
@@ -92,18 +95,19 @@ class Ordering:
         *,
         after: int = 0,
         wait_s: float = math.inf,
+        on_refused: Callable[[], None] | None = None,
     ) -> None:
         """Run now, or when ``after`` is reached and earlier requests ``about`` the same have run.
 
-        Errors of ``run`` are raised, or refuse the call later. Raises `LocalError` for a number of
-        an engine that has passed no page.
+        Errors of ``run`` are raised, or refuse the call later, after ``on_refused``. Raises
+        `LocalError` for a number of an engine that has passed no page.
         """
         is_reached = not after or engine.has_reached(after)
         queue = self._queues.get((engine, about))
         if is_reached and queue is None:
             run()
             return
-        one = _Waiting((engine, about), call, run, after)
+        one = _Waiting((engine, about), call, run, after, on_refused)
         self._queues.setdefault(one.key, deque()).append(one)
         if not is_reached:
             self._await(one, min(wait_s, self.wait_s))

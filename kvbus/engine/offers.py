@@ -43,6 +43,8 @@ from kvbus.protocol.message import Empty, Request, from_body
 
 ENDED_KEPT_S = 60.0
 """The next agent gets a committed offer, as its reader may repeat the request."""
+MAX_WAITS = 10
+"""Crashes of agents after which an offer is given more time; a hold or a lease may have kept it."""
 AGENT_ENDS = (
     ErrorCode.DRAINING,
     ErrorCode.CLOSED,
@@ -74,7 +76,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
         self.waiting: list[Callable[[], None]] = []
         self.unanswered: list[Completion[None]] = []
         self._cells: CellNames | None = None
-        self._has_waited = False
+        self._num_waits = 0
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
         self.is_away = self.is_withdrawn = False
@@ -107,11 +109,12 @@ class OfferRequest(PendingRequest[MakeOffer]):
     def detach(self, agent_wait_s: float) -> tuple[int, ...]:
         """Return the mark of a commit in the cell, if any; afterwards no reader commits.
 
-        The first time, the offer waits at least ``agent_wait_s`` for the next agent.
+        The offer waits at least ``agent_wait_s`` for the next agent, unless agents crash all the
+        time. Only agents know whether a reader keeps the offer longer than its ``ttl_s``.
         """
         self.connection, self.is_away = None, bool(self.offer_id)
-        if not self._has_waited:
-            self._has_waited = True
+        if self._num_waits < MAX_WAITS:
+            self._num_waits += 1
             self.expires_at = max(self.expires_at, time.monotonic() + agent_wait_s)
         return self._close_cell()
 
@@ -179,7 +182,7 @@ class OfferRequest(PendingRequest[MakeOffer]):
 
     def _extend_time(self) -> None:
         self.expires_at = max(self.expires_at, time.monotonic() + self.reply.ttl_s)
-        self._has_waited = False
+        self._num_waits = 0
 
     def _resume(self) -> None:
         waiting, self.waiting = self.waiting, []

@@ -452,8 +452,8 @@ class HoldOffer(Request[Empty], frozen=True):
     detaches or is lost. A hold of an offer that has ended has no effect.
 
     To release the offer instead, fetch no tokens of it. After ``busy``, wait until another hold has
-    ended. If engines hold more offers than the agent may have, the engine with the most loses its
-    newest hold.
+    ended. If engines hold more offers than the agent may have, or those of more prefill agents, the
+    engine with the most loses its newest.
     """
 
     ticket: dict[str, Any]

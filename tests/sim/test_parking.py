@@ -4,6 +4,7 @@ Engines poison their blocks as soon as `released` reports them, so bytes from th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,31 @@ def test_withdrawal_at_any_moment_of_parking_ends_the_offer() -> None:
             outcomes.add(handoff.outcome)
     assert Outcome.WITHDRAWN in outcomes
     assert outcomes <= {Outcome.WITHDRAWN, Outcome.PARKED}
+
+
+def test_withdrawal_at_any_moment_of_parking_leaves_the_pool_to_others() -> None:
+    """The copy may still write to the pool's blocks, which the next offer gets."""
+    with cluster_of(pools(park_bytes=1 << 10, thread_s=1e-3)) as world:
+        for handoff in while_parking(world, NEVER):
+            assert handoff.offer is not None
+            handoff.offer.withdraw()
+            assert world.end_of(world.give(replace(LATE, fetch_after_s=0.2))) == "completed"
+            released_s(world, handoff)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_withdrawal_under_the_reader_of_a_pool_gives_no_wrong_byte(name: str) -> None:
+    ends = set()
+    with cluster_of(SETTINGS[name]) as world:
+        for handoff in moments(world, LATE):
+            assert handoff.outcome is Outcome.PARKED
+            assert handoff.offer is not None
+            handoff.offer.withdraw()
+            other = parked(world)  # it gets the blocks of the pool
+            ends.add(world.end_of(handoff))
+            assert world.end_of(other) == "completed"
+            world.until(lambda: not world.count(P, "parked_offers"), within_s=SOON_S)
+    assert ends == {"completed", "failed offer_withdrawn"}
 
 
 LOST = {

@@ -348,14 +348,31 @@ def test_only_held_offer_is_read_after_its_ttl(is_held: bool, meets: bool) -> No
         assert world.count(D, "holds") == 0
 
 
+@pytest.mark.parametrize("gap_s", [1.0, 9.0, 12.0])
 @pytest.mark.parametrize("after_s", [0.5, 10.0])
-def test_held_offer_outlives_crash_of_prefill_agent(after_s: float) -> None:
+def test_held_offer_outlives_crashes_of_prefill_agent(after_s: float, gap_s: float) -> None:
+    """The gap may be shorter, or longer, than the time that a republished offer has."""
     with cluster_of(quick()) as world:
         handoff = world.give(HELD)
         world.until(lambda: world.count(D, "holds") == 1)
         world.run(after_s)
-        world.suffer(Fault(FaultKind.CRASH_AGENT, role=P, lasts_s=0.5))
+        for _ in range(2):
+            world.suffer(Fault(FaultKind.CRASH_AGENT, role=P, lasts_s=0.5))
+            world.run(gap_s)
         assert world.end_of(handoff) == "completed"
+
+
+def test_unread_offer_expires_though_its_agent_crashes_again_and_again() -> None:
+    with cluster_of(quick()) as world:
+        handoff = world.give(replace(HELD, is_held=False, fetch_after_s=None))
+        world.until(lambda: handoff.offer_id != "")
+        num_crashes = 0
+        while not handoff.released and num_crashes < 20:
+            world.suffer(Fault(FaultKind.CRASH_AGENT, role=P, lasts_s=0.5))
+            num_crashes += 1
+            world.run(9.0)
+        assert handoff.outcome is Outcome.EXPIRED
+        assert 1 < num_crashes < 20
 
 
 def test_crashed_engine_holds_nothing_after_seconds() -> None:

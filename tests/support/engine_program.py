@@ -27,7 +27,7 @@ import anyio
 import msgspec
 import torch
 
-from kvbus.engine import Connection, Fetch
+from kvbus.engine import Connection, Fetch, Offer, Outcome
 from kvbus.engine.bounce import HostFetch
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
@@ -40,6 +40,7 @@ from tests.support.pattern import Blocks, Pool, expected, fill, num_wrong_bytes,
 
 MAX_LINE_BYTES = 1 << 24
 ROOM_WITHIN_S = 2.0
+MAX_PARKED = 256
 ATTACHED_WITHIN_S = 600.0
 STEP_S = 0.02
 
@@ -149,10 +150,16 @@ class Program:
 
     async def _keep_open(self) -> None:
         self.link.when_changed(self._change)
-        async with self.engine:
-            self._is_open = True
-            self._change()
-            await anyio.sleep_forever()
+        try:
+            async with self.engine:
+                self._is_open = True
+                self._change()
+                await anyio.sleep_forever()
+        except RequestRefused as error:
+            if error.code != ErrorCode.DRAINING:
+                raise
+            self.tell("in_doubt", why=f"{self.spec.engine_id}: {error}")
+            end_at_once()
 
     def _change(self) -> None:
         is_up, problem = self.link.is_open, self.link.problem
@@ -181,6 +188,8 @@ class PrefillProgram(Program):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._offers: dict[int, Offered] = {}
+        self._parked: dict[int, Offered] = {}
+        """The last ones; their blocks are others' by now."""
         self._num_unknown = 0
         """Blocks of offers that the agent may have made."""
 
@@ -203,8 +212,9 @@ class PrefillProgram(Program):
             self.pool.give(blocks)
 
     async def do_withdraw(self, order: Order) -> None:
-        """An offer that has ended is withdrawn well."""
-        if offer := self._offers.get(order["offer"]):
+        """An offer that has ended is withdrawn well, and a parked one ends."""
+        key = order["offer"]
+        if offer := self._offers.get(key) or self._parked.pop(key, None):
             await offer.withdraw()
 
     async def _offer(self, order: Order, blocks: Blocks) -> None:
@@ -231,6 +241,8 @@ class PrefillProgram(Program):
         with suppress(KVBusError):  # it has ended, or will by its time to live
             if not is_whole:
                 await self._grow(offer, order, blocks)
+            if order.get("parks") and isinstance(offer.offer, Offer):
+                await offer.offer.park()
         await self._follow(key, offer)
 
     async def _keep_until_the_end(self, connection: Connection, blocks: Blocks) -> None:
@@ -253,11 +265,18 @@ class PrefillProgram(Program):
         """An offer ends with its agent; its link closes none that something waits for."""
         try:
             outcome = str(await offer.ended)
+            if outcome == Outcome.PARKED:
+                self._note_parked(key, offer)
         except KVBusError as error:
             outcome = "lost"
             if isinstance(error, ClosedError):
                 self.report("closed_early", f"offer {key}: {error}")
         self.tell("over", key=key, outcome=outcome)
+
+    def _note_parked(self, key: int, offer: Offered) -> None:
+        self._parked[key] = offer
+        if len(self._parked) > MAX_PARKED:
+            del self._parked[next(iter(self._parked))]
 
 
 class DecodeProgram(Program):
@@ -266,6 +285,8 @@ class DecodeProgram(Program):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._fetches: dict[int, Fetch | HostFetch] = {}
+        self._queued: dict[int, anyio.Event] = {}
+        """Requests that wait for their fetch; the event ends one."""
 
     def look(self) -> None:
         super().look()
@@ -276,12 +297,17 @@ class DecodeProgram(Program):
             self.link.free_blocks.clear()
 
     async def do_cancel(self, order: Order) -> None:
+        if queued := self._queued.get(order["fetch"]):
+            queued.set()
         fetch = self._fetches.get(order["fetch"])
         with suppress(KVBusError):
             if fetch is not None:
                 await fetch.cancel(release_offer=order["release_offer"])
 
     async def do_fetch(self, order: Order) -> None:
+        if order.get("queue_s") and not await self._queue(order):
+            self._tell_end(order["key"], "refused", code="cancelled")
+            return
         key, wanted = order["key"], {}
         for group in self.spec.groups:
             at = positions(group, order["first_token"], order["num_tokens"])
@@ -289,11 +315,24 @@ class DecodeProgram(Program):
             wanted[group.name] = stop - first if at else 0
         blocks = self.pool.take(wanted, f"fetch {key}")
         if blocks is None:
+            if order.get("queue_s"):
+                self.link.release(order["ticket"])
             self._tell_end(key, "refused", code="full")
         elif await self._fetch(order, blocks):
             self.pool.give(blocks)
         else:  # new memory, as `Fetch.blocks_freed` says; here with all that the engine has
             end_at_once()
+
+    async def _queue(self, order: Order) -> bool:
+        """Hold the offer for a while; return whether to fetch it then."""
+        is_over = self._queued[order["key"]] = anyio.Event()
+        self.link.hold(order["ticket"])
+        with anyio.move_on_after(order["queue_s"]):
+            await is_over.wait()
+        del self._queued[order["key"]]
+        if is_over.is_set():
+            self.link.release(order["ticket"])
+        return not is_over.is_set()
 
     async def _fetch(self, order: Order, blocks: Blocks) -> bool:
         """Whether the blocks are known to be free."""
@@ -312,10 +351,12 @@ class DecodeProgram(Program):
             self._compare(order, fetch, blocks, "")
             more = {"path": fetched.path, "num_bytes": fetched.num_bytes}
             self._tell_end(key, "completed", fetch_id=fetch.fetch_id, **more)
-            if hold_s := order.get("hold_s"):
-                await anyio.sleep(hold_s)
+            if keep_s := order.get("keep_s"):
+                await anyio.sleep(keep_s)
                 self._compare(order, fetch, blocks, " later")
         except FetchFailed as error:
+            if order.get("queue_s"):  # a ring may be full, and fetch nothing
+                self.link.release(order["ticket"])
             told = {"stage": error.stage, "code": error.code, "message": error.message}
             self._tell_end(key, "failed", fetch_id=fetch.fetch_id, **told)
             if (error.stage, error.code) == ("lost", ErrorCode.CLOSED):

@@ -70,7 +70,7 @@ async def test_bytes_of_another_offer_and_a_killed_engine_are_seen(fresh: Agents
     async with engines(fresh) as (source, target):
         offered = source.ask(1, {"do": "offer", "steps": [40]})
         ticket = (await offered.made)["ticket"]
-        fetched = target.ask(2, fetch_order(7, SPECS[0], ticket, 40, hold_s=0.01))
+        fetched = target.ask(2, fetch_order(7, SPECS[0], ticket, 40, keep_s=0.01))
         await fetched.freed
         other = source.ask(3, {"do": "offer", "steps": [40]})
         await other.made

@@ -42,7 +42,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     is `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`. They must allow it (shake_hands_ahead).
     """
     max_peers: Bound = 256
-    """Most prefill agents at a time; idle ones make room."""
+    """Most prefill agents at a time; idle ones make room. Holds connect to half as many at most."""
     idle_peer_s: Duration = 600.0
     """Time without a read after which a prefill agent is disconnected, and its resources are freed.
     """

@@ -173,7 +173,13 @@ class DecodeService(Service):
     def _start_in_order(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         start = partial(self._start_fetch, call=call)
-        self._after_gpu_work(engine, ("fetch", request.fetch_id), request, call, start)
+        end_hold = partial(self._end_hold, engine, request)
+        about = "fetch", request.fetch_id
+        try:
+            self._after_gpu_work(engine, about, request, call, start, on_refused=end_hold)
+        except KVBusError:
+            end_hold()
+            raise
 
     def _cancel_in_order(self, cancel: CancelFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -191,7 +197,14 @@ class DecodeService(Service):
         self._after_gpu_work(engine, call, part, call, start)
 
     def _after_gpu_work(
-        self, engine: LocalEngine, about: object, request: F, call: Call, start: Callable[[F], None]
+        self,
+        engine: LocalEngine,
+        about: object,
+        request: F,
+        call: Call,
+        start: Callable[[F], None],
+        *,
+        on_refused: Callable[[], None] | None = None,
     ) -> None:
         """The wait counts towards the deadline of the fetch."""
         loop, timeout_s = self._agent.loop, request.timeout_s or self._config.fetch_timeout_s
@@ -201,25 +214,16 @@ class DecodeService(Service):
             left_s = max(1e-3, deadline - loop.time())
             start(structs.replace(request, timeout_s=left_s) if request.after else request)
 
-        self.ordering.submit(engine, about, call, run, after=request.after, wait_s=timeout_s)
+        waits: dict[str, Any] = {"after": request.after, "wait_s": timeout_s}
+        self.ordering.submit(engine, about, call, run, on_refused=on_refused, **waits)
 
     def _start_fetch(self, request: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         try:
             shown = self._tickets.admit(request.ticket, engine.engine_id, request.prompt_digest)
         except KVBusError:
-            self._end_hold(engine, request)
             self._leases.decline(request.ticket)
             raise
-        try:
-            self._start_admitted(engine, request, shown, call)
-        except KVBusError:
-            self._end_hold(engine, request)
-            raise
-
-    def _start_admitted(
-        self, engine: LocalEngine, request: StartFetch, shown: Ticket | Rendezvous, call: Call
-    ) -> None:
         rendezvous = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if rendezvous is None else None

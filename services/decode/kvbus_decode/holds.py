@@ -1,6 +1,7 @@
 """Offers that engines hold while their requests are queued."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +36,21 @@ class Hold:
     address: PeerAddress
 
 
+Place = tuple[LocalEngine, PeerAddress]
+
+
 class OfferHolds:
-    """The holds of all engines; each engine has a fair share of the places."""
+    """The holds of all engines; each engine has a fair share of them.
+
+    It has a fair share of the connections, too, and half of these are never for holds. So an engine
+    that holds offers of many places, which forged tickets may name, stops no other engine's fetch.
+    """
 
     def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
         self._agent, self._peers = agent, peers
         self._permits: Permits[Hold] = Permits(config.max_handoffs)
+        self._places: Permits[Place] = Permits(max(1, config.max_peers // 2))
+        self._num_at: Counter[Place] = Counter()
         self._by_engine: dict[LocalEngine, dict[str, Hold]] = {}
         self._keepers: dict[PeerAddress, OfferKeeper] = {}
 
@@ -60,10 +70,13 @@ class OfferHolds:
         if (lost := self._permits.acquire(engine, hold)) is not None:
             self._remove(lost)
         try:
+            self._acquire_place((engine, address))
             self._keeper_at(address).add(hold)
         except KVBusError:
             self._permits.release(hold)
+            self._release_place((engine, address))
             raise
+        self._num_at[engine, address] += 1
         self._by_engine.setdefault(engine, {})[hold.name] = hold
 
     def end(self, engine: LocalEngine, name: object) -> None:
@@ -79,6 +92,18 @@ class OfferHolds:
         for keeper in self._keepers.values():
             keeper.close()
 
+    def _acquire_place(self, place: Place) -> None:
+        if place not in self._places and (lost := self._places.acquire(place[0], place)):
+            engine, address = lost
+            for hold in list(self._by_engine[engine].values()):
+                if hold.address == address:
+                    self._remove(hold)
+
+    def _release_place(self, place: Place) -> None:
+        if not self._num_at[place]:
+            del self._num_at[place]
+            self._places.release(place)
+
     def _keeper_at(self, address: PeerAddress) -> "OfferKeeper":
         if address not in self._keepers:
             keeper = OfferKeeper(self._agent.loop, self._peers, address, self._remove)
@@ -91,6 +116,8 @@ class OfferHolds:
         del held[hold.name]
         if not held:
             del self._by_engine[hold.engine]
+        self._num_at[hold.engine, hold.address] -= 1
+        self._release_place((hold.engine, hold.address))
         keeper.remove(hold)
         if not keeper.num_held:
             keeper.close()

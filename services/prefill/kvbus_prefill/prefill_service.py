@@ -226,7 +226,7 @@ class PrefillService(Service):
 
     def _keep(self, message: KeepOffers, call: Call) -> None:
         may_come = self._agent.engines.awaits_offers_of("")
-        self._driver.dispatch(ev.KeepRequested(message, call, may_come))
+        self._driver.dispatch(ev.KeepRequested(message, call, call.session.tenant, may_come))
 
     def _republished_in_order(self, message: Republished, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

@@ -258,6 +258,35 @@ def test_data_parallel_replicas_are_engines_of_their_own(
     assert names == [f"prefill-{kind}-dp0", f"prefill-{kind}-dp1"]
 
 
+@pytest.mark.parametrize("is_polled", [True, False])
+def test_request_that_waits_for_pages_holds_its_offer(
+    managers: Managers, bootstrap: Callable[[], str], is_polled: bool
+) -> None:
+    """SGLang polls the requests in its queue. Without that, nothing keeps the offer."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
+    prefill.bootstrap_timeout = 2.0
+    sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
+    write(prefill, 1.0)
+    sender.send(pages_of("prefill"))
+    prefill.bootstrap_timeout = 4.0
+    without_reader = sender_of(prefill, next(ROOMS))
+    without_reader.send(pages_of("prefill"))
+
+    def is_later() -> bool:
+        assert not is_polled or receiver.poll() == KVPoll.WaitingForInput
+        return bool(without_reader.poll() == KVPoll.Failed)
+
+    wait_until(is_later, "the end of an offer that nothing holds")
+    assert sender.poll() == (KVPoll.Transferring if is_polled else KVPoll.Failed)
+    receiver.send_metadata(pages_of("decode"), ROW, None)
+    assert ends(receiver) == [KVPoll.Success if is_polled else KVPoll.Failed]
+    if is_polled:
+        assert ends(sender) == [KVPoll.Success]
+        assert (key_pages(decode, "decode") == 1.0).all()
+
+
 def test_request_that_decode_retracted_has_its_room_again(
     managers: Managers, bootstrap: Callable[[], str]
 ) -> None:

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,17 +18,19 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.protocol import FetchPart, Rendezvous, to_body
+from kvbus.protocol import Empty, FetchPart, HoldOffer, Outcome, Rendezvous, to_body
 from tests.process.security.wire import address_of
 from tests.support.agents import AgentProcess, Agents, until
-from tests.support.engines import NOTHING, pair, works
+from tests.support.engines import NOTHING, ONE_BLOCK, Engine, engine, pair, works
 from tests.support.plain_sockets import REPLY_WITHIN_S, Attached, ask, plain_socket
 from tests.unit.vectors.golden import example
 
 pytestmark = pytest.mark.anyio
 NUM_DESCRIPTORS, NUM_HANDOFFS = 300, 5
 NUM_PARTS, PART_BYTES = 100, 1 << 20
+NUM_HELD_AT_ONCE, MAX_HANDOFFS = 1000, 4096
 ASKED = {"v": 1, "op": "no.such", "secret": "s" * 32, "body": {}}
 
 MIB = 1 << 20
@@ -167,6 +170,61 @@ async def test_senders_waiting_for_names_hold_up_no_handoff(fresh: Agents) -> No
                 )
                 await fetch.ended
                 await offer.ended
+
+
+class HoldFlood:
+    """Holds of offers that do not exist, by id and by name, from one engine."""
+
+    def __init__(self, engine: Engine, ticket: dict[str, Any]) -> None:
+        self._connection, self._ticket = engine.control.connection, ticket
+        self._num_in_flight = 0
+        self.replies = Counter[str]()
+
+    async def run(self, number: int) -> None:
+        for one in range(number):
+            named = Rendezvous(uuid.uuid4().hex, self._ticket["endpoint"]).to_json()
+            ticket = named if one % 2 else {**self._ticket, "offer_id": f"forged-{one}"}
+            self._num_in_flight += 1
+            self._connection.send(HoldOffer(ticket), self._note)
+            if self._num_in_flight >= NUM_HELD_AT_ONCE:
+                await self._until_at_most(NUM_HELD_AT_ONCE // 2)
+        await self._until_at_most(0)
+
+    async def _until_at_most(self, number: int) -> None:
+        await until(lambda: self._num_in_flight <= number)
+
+    def _note(self, reply: Empty | KVBusError) -> None:
+        self._num_in_flight -= 1
+        self.replies["ok" if isinstance(reply, Empty) else reply.code] += 1
+
+
+@pytest.mark.parametrize("number", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+async def test_flood_of_forged_holds_is_bounded_and_hurts_no_other(
+    fresh: Agents, number: int
+) -> None:
+    prefill, decode = fresh.both(prefill={"engine_wait_s": 0.1})
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        before = await source.control.offer("before", ttl_s=3.0, **ONE_BLOCK)
+        target.control.hold(before.ticket)
+        async with engine(decode.attach, seed=3) as hostile:
+            flood = HoldFlood(hostile, before.ticket)
+            with (
+                bounded_growth(decode, most_bytes=50 * MIB),
+                bounded_growth(prefill, most_bytes=20 * MIB),
+            ):
+                await flood.run(number)
+            after = await source.control.offer("after", ttl_s=3.0, **ONE_BLOCK)
+            target.control.hold(after.ticket)
+            lost = await source.control.offer("lost", ttl_s=4.0, **ONE_BLOCK)
+            assert await lost.ended is Outcome.EXPIRED
+            assert decode.metric("holds") <= MAX_HANDOFFS
+            assert prefill.metric("held_offers") == 2
+            for offer in (before, after):
+                await target.control.fetch(offer.ticket, **ONE_BLOCK).ended
+                assert await offer.ended is Outcome.COMPLETED
+        await until(lambda: decode.metric("holds") == 0)
+    assert flood.replies.keys() == {"ok", "busy"}
+    assert flood.replies.total() == number
 
 
 def is_let_in(agent: AgentProcess) -> bool:

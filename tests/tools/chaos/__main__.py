@@ -108,7 +108,7 @@ class Act:
     ) -> None:
         self._world, self._ledger, self._seed, self._act = world, ledger, seed, act
         self._seconds, self._hurts = seconds, hurts
-        self._handoffs = Handoffs(world, ledger)
+        self._handoffs = Handoffs(world, ledger, hurts=hurts)
         self._busy: set[str] = set()
         """What is down by a fault."""
 
@@ -208,8 +208,8 @@ class Act:
                 self._ledger.violate("left_over", f"{name} holds {counts}")
                 return
             await asyncio.sleep(CHECK_S)
-        for metric in ("quarantined_blocks", "data_jobs"):
-            with suppress(AssertionError):  # a prefill agent does not have all of them
+        for metric in ("quarantined_blocks", "data_jobs", "pool_used_bytes", "held_offers"):
+            with suppress(AssertionError):  # an agent has those of its role
                 if number := await asyncio.to_thread(agent.metric, metric):
                     self._ledger.violate("left_over", f"{name}: {metric} is {number}")
 

@@ -2,7 +2,8 @@
 
 Large handoffs are withdrawn or cancelled during the read; others have a second reader, an offer
 that grows or lives for milliseconds, or an altered ticket. A rendezvous goes to both sides at once,
-in any order, by a name in place of a ticket.
+in any order, by a name in place of a ticket. Some requests are queued, and hold their offer until
+they are fetched, or are cancelled before that. Some engines request that their offer is parked.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ LONGEST_STOP_S = 15.0
 LINKS = AGENTS[:2]
 FABRICS = ("tcp", "shared memory")
 DIGESTS = ("full", "full", "sampled", "off")
+PARK_AFTER_S = (0.0, 0.2, 3600.0)
+"""At once, during a read on any machine, or only on request."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Setting:
     maps: bool
     small_slices: bool
     digest: str
+    park_after_s: float = PARK_AFTER_S[1]
 
 
 def draw_setting(seed: int, world: int) -> Setting:
@@ -75,6 +79,7 @@ def draw_setting(seed: int, world: int) -> Setting:
         maps=random.random() < 0.7,
         small_slices=random.random() < 0.5,
         digest=random.choice(DIGESTS),
+        park_after_s=random.choice(PARK_AFTER_S),
     )
 
 
@@ -107,10 +112,18 @@ HANDOFFS = {
     "met": 8,
     "met_withdrawn": 4,
     "met_cancelled": 4,
+    "held": 5,
+    "held_cancelled": 2,
+    "met_held": 2,
+    "forged_held": 1,
 }
+TTLS_S = {"short_lived": (0.001, 0.2), "held": (2.0, 4.0), "held calmly": (8.0, 10.0)}
+"""On a busy machine, a hold may take seconds to arrive."""
 SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
 TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
 """Altered tickets have more than one block, and so few that they are read without an acquire."""
+QUEUES_S, CALM_QUEUES_S = (0.5, 14.0), (13.0, 17.0)
+"""Times before a fetch, beyond the offer's time to live and the first renewal: some, or all."""
 SOONEST_S, LATEST_S = 0.002, 1.0
 """A handoff is withdrawn or cancelled after this time: during a read on any machine."""
 
@@ -123,17 +136,27 @@ class Draw:
     ttl_s: float
     timeout_s: float
     act_after_s: float
+    queue_s: float
+    parks: bool
     releases: bool
     zero_tail: bool
     piece_tokens: int
     steps: tuple[int, ...]
 
     def order(self) -> dict[str, Any]:
-        return {"do": "offer", "steps": self.steps, "ttl_s": self.ttl_s}
+        return {"do": "offer", "steps": self.steps, "ttl_s": self.ttl_s, "parks": self.parks}
 
     @property
     def is_met(self) -> bool:
         return self.kind.startswith("met")
+
+    @property
+    def is_forged(self) -> bool:
+        return self.kind.startswith("forged")
+
+    @property
+    def is_held(self) -> bool:
+        return self.queue_s > 0 and not self.is_forged
 
     @property
     def is_withdrawn(self) -> bool:
@@ -144,19 +167,24 @@ class Draw:
         return self.kind.endswith("cancelled")
 
 
-def draw_handoff(random: Random) -> Draw:
+def draw_handoff(random: Random, *, hurts: bool = True) -> Draw:
     (kind,) = random.choices(list(HANDOFFS), list(HANDOFFS.values()))
     tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
     steps: tuple[int, ...] = (tokens,)
     if kind == "growing" or kind.startswith("met"):
         steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
+    is_queued, held, queues_s = "held" in kind, "held calmly", CALM_QUEUES_S
+    if hurts:
+        held, queues_s = "held", QUEUES_S
     return Draw(
         kind=kind,
         num_tokens=tokens,
         first_token=random.randrange(tokens) if kind == "partial" else 0,
-        ttl_s=random.uniform(0.001, 0.2) if kind == "short_lived" else random.uniform(4.0, 10.0),
+        ttl_s=random.uniform(*TTLS_S.get(held if is_queued else kind, (4.0, 10.0))),
         timeout_s=random.choice([3.0, 6.0, 10.0]),
         act_after_s=_short(random, SOONEST_S, LATEST_S),
+        queue_s=_short(random, *queues_s) if is_queued else 0.0,
+        parks=random.random() < 0.3,
         releases=random.random() < 0.5,
         zero_tail=random.random() < 0.3,
         piece_tokens=random.choice([0, 0, 128]),

@@ -23,11 +23,13 @@ OVERDUE_S = 5.0
 ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
+HELD_WITHIN_S = 3.0
+"""An engine that is later may hold an offer too late, as its loop had no time."""
 REPLY_S, FREE_S = 40.0, 60.0
 CHECK_S = 0.5
-NEVER = ("invalid", "internal")
+NEVER = ("invalid", "internal", "offer_parked")
 """Codes of a mistake in an engine or an agent."""
-LIVE = re.compile(" -> (open|sealed): ")
+LIVE = re.compile(" -> (open|sealed|parked): ")
 """The state of an offer in a line of its history."""
 
 
@@ -51,17 +53,18 @@ class Made:
 
 
 class Handoffs:
-    """Makes handoffs in a world, and judges how they end."""
+    """Makes handoffs in a world, and judges how they end: more strictly if nothing ``hurts``."""
 
-    def __init__(self, world: World, ledger: Ledger) -> None:
-        self._world, self._ledger = world, ledger
+    def __init__(self, world: World, ledger: Ledger, *, hurts: bool) -> None:
+        self._world, self._ledger, self._hurts = world, ledger, hurts
         self._tickets: dict[str, Told] = {}
         """The latest from each prefill agent: they say where it is."""
 
     keys = count(1)
 
     async def one(self, random: Random) -> None:
-        draw, source = draw_handoff(random), self._choose(random, "prefill", None)
+        draw = draw_handoff(random, hurts=self._hurts)
+        source = self._choose(random, "prefill", None)
         if source is None:
             await asyncio.sleep(0.1)
             return
@@ -102,9 +105,11 @@ class Handoffs:
         ends = await asyncio.gather(*fetches)
         if "completed" not in [end["outcome"] for end in ends]:
             source.tell({"do": "withdraw", "offer": key})
-        wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, about)
+        wait = Wait(source, f"offer {key}", draw.ttl_s + draw.queue_s + 2 * HOLD_S, about)
         over = await self._in_time(made.asked.ended, wait)
         self._ledger.count(f"offers_{over['outcome']}")
+        if over["outcome"] == "parked" and "completed" in [end["outcome"] for end in ends]:
+            self._ledger.count("parked_offers_read")
         if [end["outcome"] for end in ends].count("completed") > 1:
             self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
 
@@ -121,7 +126,7 @@ class Handoffs:
         ticket = self._tickets[self._world.agent_of(source)] = made["ticket"]
         if draw.kind == "altered":
             ticket = _altered(ticket)
-        elif draw.kind == "forged":
+        elif draw.is_forged:
             ticket = {**ticket, "secret": FORGED}
         return Made(key, source, asked, made["offer_id"], ticket)
 
@@ -141,18 +146,23 @@ class Handoffs:
             timeout_s=draw.timeout_s,
             zero_tail=draw.zero_tail,
             chunk_tokens=draw.piece_tokens,
-            hold_s=draw.act_after_s,
+            keep_s=draw.act_after_s,
+            queue_s=draw.queue_s,
         )
-        asked = target.ask(key, order)
+        asked, asked_at = target.ask(key, order), time.monotonic()
         self._ledger.count("fetches")
         if draw.is_cancelled:
             await asyncio.sleep(draw.act_after_s)
             cancel = {"do": "cancel", "fetch": key, "release_offer": draw.releases}
             target.tell(cancel)
         what, about = f"fetch {key} of offer {offer}", {"fetch_id": order["fetch_id"]}
-        wait = Wait(target, what, draw.timeout_s + ROOM_S, about)
+        wait = Wait(target, what, draw.queue_s + draw.timeout_s + ROOM_S, about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
+        late_s = time.monotonic() - asked_at - draw.queue_s
+        is_lost = draw.is_held and end["code"] == "offer_expired"
+        if is_lost and late_s < HELD_WITHIN_S and not self._hurts:
+            self._ledger.violate("not_held", f"{what}, {draw}: {end}")
         if end.get("code") == "digest_mismatch" and "offer_id" in ticket:
             await self._judge_mismatch(what, ticket["offer_id"], source)
         await self._in_time(asked.freed, Wait(target, f"the blocks of {what}", FREE_S, about))
@@ -164,11 +174,12 @@ class Handoffs:
         if outcome == "completed":
             self._ledger.paths[end["path"] or "nothing"] += 1
             self._ledger.count("bytes_compared", end["num_bytes"])
-            if draw.kind == "forged":
+            self._ledger.count("held_fetches_completed", draw.is_held)
+            if draw.is_forged:
                 self._ledger.violate("forged", f"a forged ticket was good: {end}")
         else:
             self._ledger.codes[f"{end['stage']} {end['code']}"] += 1
-            if end["code"] in NEVER or (end["code"] == "forbidden" and draw.kind != "forged"):
+            if end["code"] in NEVER or (end["code"] == "forbidden" and not draw.is_forged):
                 self._ledger.violate("odd_end", f"{draw.kind}: {end}")
 
     async def _judge_mismatch(self, fetch: str, offer_id: str, source: Engine) -> None:

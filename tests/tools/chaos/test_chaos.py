@@ -45,6 +45,8 @@ def test_an_act_of_chaos_has_no_wrong_byte_and_everything_ends() -> None:
     assert found["fetches_completed"]
     assert found["rogue_heard"]
     assert found["rogue_answered"]
+    assert found["held_fetches_completed"]
+    assert found["parked_offers_read"]
 
 
 @pytest.mark.long
@@ -56,6 +58,8 @@ def test_short_soak_uses_each_path_and_leaks_no_fd_or_thread() -> None:
     assert (status, found["violations"]) == (0 if found["flat"] else 1, [])
     assert len(acts) == NUM_PERIODS
     assert found["paths"].keys() >= {"mapped", "direct", "packed"}
+    assert found["held_fetches_completed"]
+    assert found["parked_offers_read"]
     for name, verdict in found["agents"].items():
         assert verdict["num_handoffs"]
         assert verdict["grows"].keys() <= {"other_bytes"}

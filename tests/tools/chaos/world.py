@@ -26,7 +26,13 @@ COMMON = {
     "slot_bytes": 1 << 20,
     "heartbeat_s": 0.2,
 }
-PREFILL = {"late_read_s": 3.0, "max_lease_s": 10.0, "max_hold_s": 20.0, "max_handoffs": 48}
+PREFILL = {
+    "late_read_s": 3.0,
+    "max_lease_s": 10.0,
+    "max_hold_s": 20.0,
+    "max_handoffs": 48,
+    "park_bytes": 12 << 20,  # a large offer has up to 10 MB
+}
 DECODE = {"lease_s": 3.0, "request_timeout_s": 2.0, "max_handoffs": 48, "fetches_at_once": 16}
 SMALL_SLICES = {"slice_bytes": 16 << 10}
 READY_WITHIN_S = 120.0
@@ -201,6 +207,7 @@ class World:
         settings |= SMALL_SLICES if self.setting.small_slices else {}
         if role == "prefill":
             settings |= {**PREFILL, "advertise_host": PROXY_HOST}
+            settings["park_after_s"] = self.setting.park_after_s
         else:  # the second one never maps, so that NIXL is used in any world
             settings |= {**DECODE, "mapped": self.setting.maps and number == "0"}
             settings["digest"] = self.setting.digest

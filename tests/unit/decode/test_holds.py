@@ -9,7 +9,8 @@ from kvbus.engine import Outcome, Rendezvous, new_secret
 from kvbus.errors import RequestRefused
 from kvbus.protocol import HoldOffer
 from tests.support.agents import until
-from tests.support.engines import Engine, engine, make_spec
+from tests.support.engines import ONE_BLOCK, Engine, engine, failure_of, make_spec
+from tests.support.pageless import link_without_page
 from tests.unit.decode.neighbours import Neighbours, neighbours
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +83,36 @@ async def test_released_ticket_is_held_no_longer(both: Neighbours) -> None:
         await until(lambda: holds(both) == 0)
 
 
+@pytest.mark.parametrize("why", ["no time", "never reached", "no blocks"])
+async def test_refused_fetch_ends_the_hold(both: Neighbours, why: str) -> None:
+    both.service.ordering.wait_s = 0.05
+    async with both.engines() as (source, target):
+        offer = await offered(source, ttl_s=60.0)
+        target.decode.hold(offer.ticket)
+        await until(lambda: holds(both) == 1)
+        options: dict[str, Any] = {"after": target.control.record()}
+        if why != "no blocks":
+            options = {"after": 7, "timeout_s": 0.05 if why == "no time" else 60.0}
+        blocks = {} if why == "no blocks" else target.some_blocks(4, NUM_TOKENS)
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=NUM_TOKENS, block_ids=blocks, **options
+        )
+        assert (await failure_of(fetch)).stage == "requested"
+        assert holds(both) == 0
+        await offer.withdraw()
+
+
+async def test_fetch_of_engine_without_page_ends_its_hold(both: Neighbours) -> None:
+    async with both.engines() as (source, _):
+        offer = await offered(source, ttl_s=60.0)
+        async with link_without_page(both.decode.config.attach_path) as target:
+            target.hold(offer.ticket)
+            await until(lambda: holds(both) == 1)
+            await failure_of(target.fetch(offer.ticket, after=7, **ONE_BLOCK))
+            assert holds(both) == 0
+        await offer.withdraw()
+
+
 async def test_lost_engine_holds_nothing(both: Neighbours) -> None:
     theirs, ours = both.prefill.attach, both.decode.config.attach_path
     async with engine(theirs, make_spec(), seed=1) as source:
@@ -126,6 +157,29 @@ async def test_holds_are_bounded_fairly_and_wait_their_turn(folder: Path) -> Non
         for offer in offers:
             await fetched(target, offer.ticket)
         assert holds(both) == 0
+
+
+async def test_holds_at_many_places_leave_connections_to_others(folder: Path) -> None:
+    async with (
+        neighbours(folder, decode={"max_peers": 6}) as both,
+        both.engines() as (source, target),
+    ):
+        offer = await offered(source, ttl_s=60.0)
+        connection = target.decode.connection
+        places = [{**offer.ticket, "endpoint": f"tcp://127.0.0.1:{one}"} for one in range(1, 5)]
+        for number, ticket in enumerate(places[:3]):
+            await connection.request(HoldOffer({**ticket, "offer_id": f"{number}"}))
+        for ticket in (places[3], offer.ticket):
+            with pytest.raises(RequestRefused) as refused:
+                await connection.request(HoldOffer(ticket))
+            assert refused.value.code == "busy"
+        await connection.request(HoldOffer({**places[0], "offer_id": "another"}))
+        assert holds(both) == 4
+        async with engine(both.decode.config.attach_path, make_spec(), seed=3) as other:
+            await other.decode.connection.request(HoldOffer(offer.ticket))
+            assert holds(both) == 4  # the newest place of the first engine is lost, and its hold
+            await fetched(other, offer.ticket)
+        assert holds(both) == 3
 
 
 async def test_hold_of_an_agent_that_may_not_be_reached_is_refused(folder: Path) -> None:

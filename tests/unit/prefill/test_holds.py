@@ -26,11 +26,15 @@ def opened(ttl_s: float = TTL_S) -> ev.Opened:
 
 
 def keep(
-    table: OfferTable, now: float, *held: protocol.HeldOffer, may_come: bool = False, **fields: Any
+    table: OfferTable,
+    now: float,
+    *held: protocol.HeldOffer,
+    tenant: str = "agent",
+    may_come: bool = False,
 ) -> list[int]:
     """Return the positions of those that are over."""
-    message = protocol.KeepOffers(held, **{"keep_s": KEEP_S, **fields})
-    *_, reply = table.handle(ev.KeepRequested(message, "agent", may_come), now)
+    message = protocol.KeepOffers(held, KEEP_S)
+    *_, reply = table.handle(ev.KeepRequested(message, "call", tenant, may_come), now)
     assert isinstance(reply, SendReply)
     assert isinstance(reply.body, OffersKept)
     return [*reply.body.over]
@@ -74,8 +78,8 @@ def test_offer_is_held_for_max_hold_s_and_then_over() -> None:
 def test_agent_grants_a_lease_at_most_and_never_shortens() -> None:
     table = with_offer(ttl_s=100.0)
     message = protocol.KeepOffers((BY_ID,), 1000.0)
-    (reply,) = table.handle(ev.KeepRequested(message, "agent", may_come=False), 0.0)
-    assert reply == SendReply("agent", OffersKept(LIMITS.max_lease_s))
+    (reply,) = table.handle(ev.KeepRequested(message, "call", "agent", may_come=False), 0.0)
+    assert reply == SendReply("call", OffersKept(LIMITS.max_lease_s))
     assert lives(table, 99.0)
 
 
@@ -108,16 +112,32 @@ def test_name_is_held_before_the_offer_is_made() -> None:
     assert not lives(table, KEEP_S)
 
 
-def test_held_names_are_bounded_and_a_late_offer_has_its_ttl() -> None:
+NAMES = [protocol.HeldOffer(letter * 32) for letter in "abc"]
+
+
+def lifetime_after(table: OfferTable, now: float) -> float:
+    """Make the offer with a short time to live, and return how long it lives."""
+    table.handle(opened(ttl_s=1.0), now)
+    return next(after for after in (1.0, KEEP_S, HOLD_S) if not lives(table, now + after))
+
+
+@pytest.mark.parametrize(("tenant", "lives_s"), [("agent", 1.0), ("another", KEEP_S)])
+def test_held_names_are_bounded_and_each_tenant_has_its_share(tenant: str, lives_s: float) -> None:
     table = OfferTable(LIMITS)
-    others = [protocol.HeldOffer(letter * 32) for letter in "abc"]
-    keep(table, 0.0, BY_NAME, *others)
-    table.handle(opened(ttl_s=1.0), 1.0)
-    assert not lives(table, 2.0)
+    keep(table, 0.0, *NAMES)
+    assert keep(table, 0.0, BY_NAME, tenant=tenant) == []
+    keep(table, 0.0, *NAMES)
+    assert lifetime_after(table, 0.0) == lives_s
+
+
+def test_name_that_is_held_no_longer_leaves_its_place() -> None:
+    table = OfferTable(LIMITS)
+    keep(table, 0.0, *NAMES)
+    keep(table, KEEP_S, BY_NAME)
+    assert lifetime_after(table, KEEP_S) == KEEP_S
     table = OfferTable(LIMITS)
     keep(table, 0.0, BY_NAME)
-    table.handle(opened(ttl_s=1.0), KEEP_S + 1.0)
-    assert not lives(table, KEEP_S + 2.0)
+    assert lifetime_after(table, KEEP_S) == 1.0
 
 
 def test_renewals_leave_room_in_the_history() -> None:

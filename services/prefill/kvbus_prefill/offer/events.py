@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
+from kvbus.fair import Tenant
 from kvbus.geometry import BlockTable
 from kvbus.protocol.commit_cell import CommitCell
 from kvbus.protocol.engine import EndedOffer, MakeOffer, Released
@@ -56,6 +57,7 @@ class KeepRequested(Value, frozen=True):
 
     message: KeepOffers
     reply_to: object
+    tenant: Tenant
     may_come: bool
 
 

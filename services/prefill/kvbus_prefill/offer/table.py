@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.fair import Tenant
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, ParkOffer, SealOffer
 from kvbus.protocol.message import check_right, is_right
 from kvbus.protocol.peer import (
@@ -27,6 +28,7 @@ from kvbus.table.table import Table
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import Context, OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands
+from kvbus_prefill.offer.kept_names import KeptNames
 from kvbus_prefill.offer.transitions import TRANSITIONS, declined, done, draining, ended
 
 NAMES_KEPT_S = 600.0
@@ -61,8 +63,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """Their requests may be offered again."""
         self._named: dict[str, OfferEntry] = {}
         self._used_names: OrderedDict[str, UsedName] = OrderedDict()
-        self._kept_names: OrderedDict[str, float] = OrderedDict()
-        """Ends of holds whose offers are not made yet."""
+        self._kept_names = KeptNames(limits.max_names)
 
     @property
     def num_offers(self) -> int:
@@ -174,7 +175,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if not held.offer_id:
             offer = self._named.get(held.secret)
             if offer is None or offer.state is OfferState.AWAITED:
-                return self._keep_name(held.secret, at.now + keep_s)
+                return self._keep_name(held.secret, at.now, keep_s, event.tenant)
         elif (offer := self.find(held.offer_id)) is None:
             return event.may_come
         elif not is_right(held.secret, offer.secret):
@@ -187,19 +188,16 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         self.deadlines.set(offer.key, offer.due_at)
         return is_kept
 
-    def _keep_name(self, name: str, until: float) -> bool:
+    def _keep_name(self, name: str, now: float, keep_s: float, tenant: Tenant) -> bool:
         if name in self._used_names:
             return self._used_names[name].code in OUTLIVED
-        self._kept_names[name] = until
-        self._kept_names.move_to_end(name)
-        if len(self._kept_names) > self.limits.max_names:
-            self._kept_names.popitem(last=False)
+        self._kept_names.keep(name, now, keep_s, tenant)
         return True
 
     def _open(self, event: ev.Opened, now: float) -> Commands:
         offer = self._admit(event)
         commands = self._apply(offer, event, now)
-        kept_s = self._kept_names.pop(offer.transfer_id, now) - now
+        kept_s = self._kept_names.pop(offer.transfer_id, now)
         if kept_s > 0 and not offer.is_over:
             offer.hold(kept_s, Context(now, self.limits))
             self.deadlines.set(offer.key, offer.due_at)
