@@ -76,14 +76,25 @@ def arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
+def running_first() -> Iterator[None]:
+    """What starts meanwhile runs before workers, which spin; deploy/systemd does it, too."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextlib.contextmanager
 def pair(options: argparse.Namespace, recipe: Recipe, settings: Any) -> Iterator[Pair]:
     whole = -(-(options.tokens + options.decode_tokens) // BLOCK)
     rooms = {"prefill": options.prefill_room, "decode": options.decode_room}
     with contextlib.ExitStack() as stack:
-        agents = [
-            stack.enter_context(agent(role, recipe.folder, settings={**settings.get(role, {})}))
-            for role in rooms
-        ]
+        with running_first():
+            agents = [
+                stack.enter_context(agent(role, recipe.folder, settings=settings.get(role, {})))
+                for role in rooms
+            ]
         servers = []
         for beside, (role, room), core in zip(
             agents, rooms.items(), (PREFILL_CORE, DECODE_CORE), strict=True

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 KEEP_ALIVE_S = 600
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 

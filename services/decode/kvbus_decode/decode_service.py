@@ -36,7 +36,7 @@ from kvbus_decode.fetch_reports import (
     log_fetched,
     log_retry,
 )
-from kvbus_decode.holds import OfferHolds
+from kvbus_decode.holds import LateFetches, OfferHolds
 from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.parts import Part, PartClient, PartServer
@@ -67,6 +67,7 @@ class DecodeService(Service):
         self._chooser = chooser = PathChooser(agent, config)
         self._peers = peers = PeerDirectory(agent, config)
         self._holds = OfferHolds(agent, config, peers)
+        self._late = LateFetches(agent.loop, self._holds, self._table.live.values)
         self._borrower = MemoryBorrower(agent, config)
         self.routes = RouteBook(agent, peers, self._borrower)
         self._reader = Reader(agent, config, chooser, self._metrics)
@@ -126,6 +127,7 @@ class DecodeService(Service):
 
     def stop(self) -> None:
         self.ordering.close()
+        self._late.close()
         self._holds.close()
         self._dispatch(Stopped())
         self._driver.stop()
@@ -229,6 +231,7 @@ class DecodeService(Service):
         boot = ticket.agent_boot if rendezvous is None else None
         if (peer := self._peers.find(PeerAddress.of(ticket))) is not None:
             peer.check_answers(boot)
+        self._late.watch()
         key = ev.fetch_key(engine.engine_id, request.fetch_id)
         remote_ranks = engine.remote_ranks
         self._dispatch(

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +16,7 @@ from kvbus.fair import Permits
 from kvbus.protocol.peer import MAX_HELD, HeldOffer, KeepOffers, OffersKept
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.fetch.entry import FetchEntry, FetchState
 from kvbus_decode.peers import PeerDirectory
 from kvbus_decode.remote_agent import PeerAddress
 
@@ -24,6 +26,8 @@ KEEP_S, INTERVAL_S, LEAST_INTERVAL_S = 15.0, 5.0, 0.5
 """An offer is kept for `KEEP_S` after this agent or its engine crashed."""
 BATCH_S = 0.05
 """Holds that begin within this time are sent together."""
+LATE_S = 1.0
+WITHOUT_LEASE = (FetchState.RESOLVING, FetchState.QUEUED, FetchState.RETRYING)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +126,44 @@ class OfferHolds:
         if not keeper.num_held:
             keeper.close()
             del self._keepers[hold.address]
+
+
+class LateFetches:
+    """Holds the offers of fetches that wait for a lease: a busy agent is a queue, too."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        holds: OfferHolds,
+        live: Callable[[], Iterable[FetchEntry]],
+    ) -> None:
+        self._loop, self._holds, self._live = loop, holds, live
+        self._waiting: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Look at all fetches every `LATE_S` while there are any."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(LATE_S, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer, before, self._waiting = None, self._waiting, set()
+        for fetch in self._live():
+            self.watch()
+            is_part = bool(fetch.requested.rank_secret)  # its home holds the offer
+            if fetch.state in WITHOUT_LEASE and not is_part:
+                self._waiting.add(fetch.key)
+                if fetch.key in before:
+                    self._hold(fetch)
+
+    def _hold(self, fetch: FetchEntry) -> None:
+        requested = fetch.requested
+        with suppress(KVBusError):  # the fetch goes on
+            self._holds.begin(requested.resources.engine, requested.rendezvous or requested.ticket)
 
 
 # Offers of one prefill agent are renewed together, whatever their number:

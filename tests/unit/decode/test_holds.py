@@ -1,5 +1,7 @@
 """Offers that wait for a queued request of the decode engine, between two real agents."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,32 @@ async def test_held_offer_outlives_its_ttl_and_is_read(both: Neighbours) -> None
         await outlives_others(source, offer)
         assert holds(both) == 1
         await fetched(target, offer.ticket)
+        assert await offer.ended is Outcome.COMPLETED
+        assert holds(both) == 0
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_offer_of_a_fetch_that_waits_in_the_agent_is_held(
+    both: Neighbours, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """Its data process does not run, so no handshake ends."""
+    monkeypatch.setattr("kvbus_decode.holds.LATE_S", 0.05)
+    async with both.engines() as (source, target):
+        endpoint = both.prefill.runtime.agent.identity.peer_endpoint
+        name = new_secret() if is_named else None
+        offer = await offered(source, transfer_id=name)
+        ticket = offer.ticket
+        if name is not None:
+            ticket = Rendezvous(transfer_id=name, endpoint=endpoint).to_json()
+        os.kill(both.decode.agent.data.status().pid, signal.SIGSTOP)
+        try:
+            blocks = target.some_blocks(4, NUM_TOKENS)
+            fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=blocks)
+            await outlives_others(source, offer)
+            assert holds(both) == 1
+        finally:
+            os.kill(both.decode.agent.data.status().pid, signal.SIGCONT)
+        await fetch.ended
         assert await offer.ended is Outcome.COMPLETED
         assert holds(both) == 0
 
