@@ -131,7 +131,9 @@ def decoded(server: Server, prompt: str, num_tokens: int, params: Any) -> list[i
     return streamed.all_tokens
 
 
-def measure(options: argparse.Namespace, pair: Pair, prompts: Sequence[str]) -> Round:
+def measure(
+    options: argparse.Namespace, pair: Pair, prompts: Sequence[str], *, kill: bool = False
+) -> Round:
     """Send all, first to prefill alone; each decode request follows its ticket."""
     one, num_tokens = Round(), options.decode_tokens
     with ThreadPoolExecutor(2 * len(prompts)) as threads:
@@ -149,7 +151,7 @@ def measure(options: argparse.Namespace, pair: Pair, prompts: Sequence[str]) -> 
 
         start_s = time.perf_counter()
         one.prefill_s = max(threads.map(serve, prompts)) - start_s
-        if options.kill:
+        if kill:
             os.killpg(pair.prefill.group.process.pid, signal.SIGKILL)
         for answer in answers:
             try:
@@ -182,7 +184,7 @@ def main() -> None:
                 measure(options, servers, drawn.several(2, options.tokens))  # warms up
                 for _ in range(1 if options.kill else options.rounds):
                     prompts = drawn.several(options.requests, options.tokens)
-                    rounds.append(measure(options, servers, prompts))
+                    rounds.append(measure(options, servers, prompts, kill=options.kill))
                     failed = expired(servers)
                     print(variant, rounds[-1], "failed:", dict(failed - before), flush=True)
                     before = failed
