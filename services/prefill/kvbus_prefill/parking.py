@@ -171,7 +171,7 @@ class Parking:
                 self._waiting[offer_id] = now + after_s
                 self._look_at(now if self._is_short(offer) else now + after_s)
 
-    def park(self, command: ev.Park) -> None:
+    def park(self, command: ev.ParkSoon) -> None:
         self.note(command.offer_id)
 
     def forget(self, offer_id: str) -> None:

@@ -92,7 +92,7 @@ class PrefillService(Service):
         }
         self._parking = Parking(agent, config, self._table, driver.dispatch, self._end_pool)
         self._driver.commands |= {
-            ev.Park: self._parking.park,
+            ev.ParkSoon: self._parking.park,
             ev.FreePooled: self._parking.free,
             ev.ReportParked: self._report_parked,
         }

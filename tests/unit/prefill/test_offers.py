@@ -181,7 +181,7 @@ def said(commands: list[ev.Command]) -> list[Any]:
                 words.append("parked")
             case ev.FreePooled():
                 words.append("freed")
-            case ev.Park():
+            case ev.ParkSoon():
                 words.append("park")
     return words
 

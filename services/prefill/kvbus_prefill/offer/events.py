@@ -158,7 +158,7 @@ class FreePooled(Value, frozen=True):
     pooled: Pooled
 
 
-class Park(Value, frozen=True):
+class ParkSoon(Value, frozen=True):
     """Command: park an offer as soon as possible."""
 
     offer_id: str
@@ -189,7 +189,7 @@ Command = (
     | ReportReleased
     | ReportParked
     | FreePooled
-    | Park
+    | ParkSoon
     | Publish
     | BeginLease
     | EndLease

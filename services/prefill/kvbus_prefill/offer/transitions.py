@@ -190,7 +190,7 @@ def seal(offer: OfferEntry, event: ev.RequestReceived[SealOffer], at: Context) -
 
 def want_park(offer: OfferEntry, event: ev.RequestReceived[ParkOffer], _: Context) -> Commands:
     offer.park = Park.ALWAYS
-    return [done(event), ev.Park(offer.offer_id)]
+    return [done(event), ev.ParkSoon(offer.offer_id)]
 
 
 # Why the bytes of a parked offer are right, and its blocks free:
