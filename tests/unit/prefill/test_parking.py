@@ -172,6 +172,9 @@ async def test_engine_chooses_which_of_its_offers_are_parked(agent: PrefillAgent
         assert when_full.outcome is None
         source.prefill.report_blocks(free=0, low=1)
         assert await when_full.ended is Outcome.PARKED
+        for _ in range(3):  # each look at offers would park `kept`, too
+            later, _ = await offered(agent, source, reader)
+            assert await later.ended is Outcome.PARKED
         assert kept.outcome is None
         await kept.park()
         assert await kept.ended is Outcome.PARKED
