@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from kvbus.data.messages import UCX_ONLY, Backends
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, ErrorCode
 from kvbus.spawn import Child
 
 READ_WITHIN_S = 20.0
@@ -149,8 +149,8 @@ async def _result(target: "_Process", reader: "_Process", limit_s: float) -> Pai
             tasks.start_soon(watch, process)
     if not decisive:
         return PairResult("", reader.log, f"no answer within {limit_s:.3g} s")
-    if decisive[0] is reader and reader.child.process.returncode:
-        with anyio.move_on_after(CAUSE_WITHIN_S):  # a reader of a lost target may end before it
+    if decisive[0] is reader and str(ErrorCode.PEER_LOST) in reader.log:  # it may see it earlier
+        with anyio.move_on_after(CAUSE_WITHIN_S):
             if await target.child.ended():
                 return _failed(target)
     if decisive[0].child.process.returncode:

@@ -1,5 +1,6 @@
 """What the agents copy comes after the GPU work that the engine recorded, and not before."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -21,6 +22,8 @@ ALL: dict[str, Any] = {"num_tokens": NUM_BLOCKS * 16, "block_ids": {"full": rang
 NHD = KvLayout.parse("NHD")
 OLD, NEW = 0x11, 0x22
 SLOW_MS = 300
+LATER_MS = 3000
+"""Of work that nobody waits for: the handoff is over before it, also on a busy machine."""
 NOT_READY = 600
 
 
@@ -37,11 +40,11 @@ class SlowEngine:
             self.stream = self.cuda.stream().value or 0
         self._source = PinnedMemory(storage.size_bytes, 0)
 
-    def write_late(self, byte: int) -> None:
+    def write_late(self, byte: int, *, after_ms: int = SLOW_MS) -> None:
         self._source.bytes[:] = byte
         size_bytes = self._storage.size_bytes
         with self.cuda.on(0):
-            delay(self.stream, SLOW_MS)
+            delay(self.stream, after_ms)
             places = self._storage.address, self._source.address
             self.cuda.cuMemcpyAsync(*places, size_bytes, self.stream)
 
@@ -54,19 +57,31 @@ class SlowEngine:
         return set(tensor_at(self._storage.address, self._storage.size_bytes).cpu().tolist())
 
 
+@pytest.fixture
+def engines() -> Iterator[tuple[SlowEngine, SlowEngine]]:
+    """Their memory outlives what their GPUs still write."""
+    made = SlowEngine(), SlowEngine()
+    yield made
+    for one in made:
+        one.finish()
+
+
 @pytest.mark.parametrize("path", ["auto", "packed"])
 @pytest.mark.parametrize("is_recorded", [True, False])
 async def test_late_writes_are_sent_if_they_are_recorded(
-    shapes: ShapedAgents, path: str, is_recorded: bool
+    shapes: ShapedAgents,
+    engines: tuple[SlowEngine, SlowEngine],
+    path: str,
+    is_recorded: bool,
 ) -> None:
-    source, target = SlowEngine(), SlowEngine()
+    source, target = engines
     source.write_late(OLD)
     source.finish()
     async with (
         Link(shapes.prefill.attach, source.spec, memory=source.memory) as prefill,
         Link(shapes.decode[path].attach, target.spec, memory=target.memory) as decode,
     ):
-        source.write_late(NEW)
+        source.write_late(NEW, after_ms=SLOW_MS if is_recorded else LATER_MS)
         after = prefill.record(stream=source.stream) if is_recorded else 0
         offer = await prefill.offer("r", after=after, **ALL)
         await decode.fetch(offer.ticket, **ALL).ended
@@ -78,9 +93,12 @@ async def test_late_writes_are_sent_if_they_are_recorded(
 @pytest.mark.parametrize("path", ["auto", "packed"])
 @pytest.mark.parametrize("is_recorded", [True, False])
 async def test_arrivals_come_after_late_writes_that_are_recorded(
-    shapes: ShapedAgents, path: str, is_recorded: bool
+    shapes: ShapedAgents,
+    engines: tuple[SlowEngine, SlowEngine],
+    path: str,
+    is_recorded: bool,
 ) -> None:
-    source, target = SlowEngine(), SlowEngine()
+    source, target = engines
     source.write_late(NEW)
     source.finish()
     async with (
@@ -88,7 +106,7 @@ async def test_arrivals_come_after_late_writes_that_are_recorded(
         Link(shapes.decode[path].attach, target.spec, memory=target.memory) as decode,
     ):
         offer = await prefill.offer("r", **ALL)
-        target.write_late(OLD)
+        target.write_late(OLD, after_ms=SLOW_MS if is_recorded else LATER_MS)
         after = decode.record(stream=target.stream) if is_recorded else 0
         await decode.fetch(offer.ticket, after=after, **ALL).ended
         await offer.ended
@@ -97,8 +115,10 @@ async def test_arrivals_come_after_late_writes_that_are_recorded(
 
 
 # Each step is recorded before the one before it has ended. An offer waits for its own step alone.
-async def test_a_step_loop_that_never_idles_starves_no_offer(shapes: ShapedAgents) -> None:
-    source, target = SlowEngine(), SlowEngine()
+async def test_a_step_loop_that_never_idles_starves_no_offer(
+    shapes: ShapedAgents, engines: tuple[SlowEngine, SlowEngine]
+) -> None:
+    source, target = engines
     async with (
         Link(shapes.prefill.attach, source.spec, memory=source.memory) as prefill,
         Link(shapes.decode["auto"].attach, target.spec, memory=target.memory) as decode,
