@@ -4,13 +4,11 @@ from typing import TYPE_CHECKING
 
 from kvbus.engine import Link
 from kvbus.geometry import num_blocks_for
+from kvbus.integrations.free_blocks import report_free
 from kvbus.integrations.vllm.params import Description
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-
-LEAST_FREE_SHARE = 0.1
-"""Part of the cache that stays free for running requests, which grow."""
 
 
 class BlockReports:
@@ -27,9 +25,11 @@ class BlockReports:
 
     def report(self, *, may_park: bool) -> None:
         """Call this in each step, after vLLM has looked at waiting requests."""
-        least = int(LEAST_FREE_SHARE * self._pool.num_gpu_blocks)
-        low = max(least, self._num_wanted) if may_park else 0
-        self._link.report_blocks(free=self._pool.get_num_free_blocks(), low=low)
+        free, total = self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks
+        if may_park:
+            report_free(self._link, free=free, total=total, wanted=self._num_wanted)
+        else:  # nothing to park: the last report may have been of a lack
+            self._link.report_blocks(free=free, low=0)
         self._num_wanted = 0
 
 

@@ -152,7 +152,7 @@ class LateFetches:
 
     def _look(self) -> None:
         self._timer, before, self._waiting = None, self._waiting, set()
-        for fetch in self._live():
+        for fetch in list(self._live()):
             self.watch()
             is_part = bool(fetch.requested.rank_secret)  # its home holds the offer
             if fetch.state in WITHOUT_LEASE and not is_part:

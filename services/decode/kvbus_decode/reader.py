@@ -76,7 +76,7 @@ class Reader:
         """Read a chunk; keep the promise when no write is in flight."""
         key, chunk = command.requested.fetch_id, make_chunk(command, one_in=self._one_in)
         choice = self._chooser.path_of(chunk)
-        order = list(_order_transfers(chunk))
+        order = list(_order_transfers(chunk)) if chunk.wanted.after else []
         is_ready = choice.path is Path.MAPPED and not order
         if is_ready and (num_bytes := self._copy_here(chunk)) is not None:
             promise(ReadEnded(key, num_bytes, None, Path.MAPPED.value if num_bytes else ""))
@@ -191,9 +191,8 @@ class Reader:
 #     other rank      ─────── step 7 ────────────────────┼──▶ 7 is reached
 #     fetch                                              └ await_work ─────┴▶ READ
 def _order_transfers(chunk: Chunk) -> Iterator[ev.Transfer]:
-    remote = chunk.route.remote_sources if chunk.wanted.after else ()
     for plan in chunk.plans:
-        if plan.source in remote:
+        if plan.source in chunk.route.remote_sources:
             work = OrderWork(chunk=chunk, source=plan.source)
             yield ev.Transfer(stages=work.stages, work=work, source=plan.source)
 

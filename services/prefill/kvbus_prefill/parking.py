@@ -195,7 +195,7 @@ class Parking:
             self.check_may_park(engine)
         except LocalError as error:
             if engine not in self._warned:
-                log.warning("offers.not_parked", engine_id=engine.engine_id, reason=error.message)
+                log.warning("park.unavailable", engine_id=engine.engine_id, reason=error.message)
             self._warned.add(engine)
 
     def report_blocks(self, engine: LocalEngine, *, short: bool) -> None:

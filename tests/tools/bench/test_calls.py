@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TREE = Path(__file__).parents[3]
-MOST = {"mapped agent": 278, "prefill agent": 84}
+MOST = {"mapped agent": 275, "prefill agent": 84}
 """In each agent, for a mapped fetch of one block on a warm route."""
 
 LEAST_FILES = 20

@@ -186,5 +186,5 @@ async def test_a_wish_to_park_at_an_agent_without_a_pool_is_named_once(folder: P
             for _ in range(2):
                 offer, _ = await offered(agent, source, reader, park=Park.ALWAYS)
                 await offer.withdraw()
-        warnings = [line["reason"] for line in lines if line["event"] == "offers.not_parked"]
+        warnings = [line["reason"] for line in lines if line["event"] == "park.unavailable"]
         assert warnings == ["this agent parks no offers (park_bytes = 0)"]
