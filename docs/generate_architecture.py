@@ -14,6 +14,8 @@ THEMES = {
         "engine": "#0d1117", "agent": "#12351f", "agent_line": "#3fb950", "data": "#f0883e",
     },
 }  # fmt: skip
+
+
 if __name__ == "__main__":
     drawing = Template((PICTURES / "architecture.svg.in").read_text(encoding="utf-8"))
     for theme, colours in THEMES.items():
