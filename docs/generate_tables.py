@@ -11,10 +11,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvbus.protocol.engine import MakeOffer
+from kvbus.protocol.peer import AwaitOffer
 from kvbus.table.table import Transition
 from kvbus_decode import read_table as read
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.events import Requested
 from kvbus_decode.read_table import TransferState
 from kvbus_prefill import slot_table as slots
 from kvbus_prefill.offer import transitions as prefill
@@ -24,19 +27,28 @@ PAGE = Path(__file__).with_name("internals") / "tables.md"
 S = TypeVar("S", bound=StrEnum)
 Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
 NO_CHANGE = ("refuse", "ignore")
+FETCH_STARTS = (
+    FetchState.AWAITING,
+    FetchState.RESOLVING,
+    FetchState.QUEUED,
+    FetchState.COMMITTING,
+)
 
 HEAD = """\
 # State machines
 
 <!-- Written by `python docs/generate_tables.py` from the transition tables. Do not edit. -->
 
-Behind each state are those that follow it. `TRANSITIONS` beside each table has the event and the
-handler of each change.
+This page lists the states of each table, with the states that can follow each behind the arrow.
+`TRANSITIONS` beside each table has the events and handlers.
 """
 
 
-def section(title: str, states: type[S], table: Transitions[S], starts: Mapping[S, str]) -> str:
-    """One machine: of each state how it begins, what it means, and what follows it."""
+Starts = Mapping[S, tuple[type[Any], ...]]
+"""Events that make an entry, by its first state."""
+
+
+def section(title: str, states: type[S], table: Transitions[S], starts: Starts[S]) -> str:
     lines = state_lines(table, state_sentences(states), starts)
     return "\n".join([f"\n## {title}\n", *lines, ""])
 
@@ -47,37 +59,35 @@ def page() -> str:
         "An offer, at the prefill agent",
         OfferState,
         prefill.TRANSITIONS,
-        {OfferState.AWAITED: "AwaitOffer, or MakeOffer"},
+        {OfferState.AWAITED: (AwaitOffer, MakeOffer)},
     )
     tile = section(
         "A tile in a staging slot, at the prefill agent",
         slots.SlotState,
         slots.TRANSITIONS,
-        {slots.SlotState.WAITING: "Asked"},
+        {slots.SlotState.WAITING: (slots.SlotWanted,)},
     )
     fetch = section(
         "A fetch, at the decode agent",
         FetchState,
         decode.TRANSITIONS,
-        {FetchState.AWAITING: "Requested, no ticket yet", FetchState.RESOLVING: "Requested"},
+        dict.fromkeys(FETCH_STARTS, (Requested,)),
     )
     transfer = section(
         "A transfer of a read, at the decode agent",
         TransferState,
         read.TRANSITIONS,
-        {TransferState.WANTED: "ChunkWanted"},
+        {TransferState.WANTED: (read.ChunkWanted,)},
     )
     return HEAD + offer + tile + fetch + transfer
 
 
-def state_lines(
-    table: Transitions[S], sentences: Mapping[S, str], starts: Mapping[S, str]
-) -> list[str]:
-    """A line for each state; ``starts`` are the first ones, with what they begin with."""
+def state_lines(table: Transitions[S], sentences: Mapping[S, str], starts: Starts[S]) -> list[str]:
     edges = _edges(table)
     lines = []
     for state, meaning in sentences.items():
-        begins = f" (first: {starts[state]})" if state in starts else ""
+        events = " or ".join(f"`{one.__name__}`" for one in starts.get(state, ()))
+        begins = f" (made by {events})" if events else ""
         following = [str(target) for target in sentences if (state, target) in edges]
         after = f" → {', '.join(following)}" if following else ""
         lines.append(f"- **{state}**{begins}{after}: {meaning}")
@@ -96,7 +106,7 @@ def state_sentences(states: type[S]) -> dict[S, str]:
                 ast.Assign(targets=[ast.Name(name)]),
                 ast.Expr(ast.Constant(str(sentence))),
             ):
-                found[name] = " ".join(sentence.split())
+                found[name] = " ".join(sentence.split()).replace("``", "`")
     return {state: found[state.name] for state in states}
 
 

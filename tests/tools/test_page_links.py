@@ -1,4 +1,4 @@
-"""Links of one page of the project to another lead there, to the heading that they name."""
+"""Links of the project's pages lead to a file and its heading, and files that pages name exist."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "deploy/**/*.md")
-PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
+FOLDERS = ("benchmarks", "deploy", "docs", "examples", "kvbus", "services", "tests")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(one for name in FOLDERS for one in ROOT.glob(f"{name}/**/*.md"))]
+)
+NAMED = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)#?([^)\s]*)\)")
 
 
@@ -31,3 +34,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         lost += [] if is_there else [f"{path}#{heading}"]
 
     assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text(encoding="utf-8")))
+
+    assert not {name for name in named if not (ROOT / name).exists()}

@@ -23,16 +23,16 @@ from kvbus.table.table import History, Table, transitions
 
 class SlotState(StrEnum):
     WAITING = "waiting"
-    """It waits for a slot."""
+    """The tile waits for a slot."""
 
     GATHERING = "gathering"
-    """It has a slot, and is copied there or waits for a thread."""
+    """The tile has a slot, and is copied there or waits for a thread."""
 
     PACKED = "packed"
     """The slot holds the tile; the reader reads it."""
 
     ABANDONED = "abandoned"
-    """Refused, but the copy still runs: its slot is not free."""
+    """The request was refused, but the copy still runs: the slot is not free."""
 
     WIPING = "wiping"
     """Zeros are written over the slot."""

@@ -22,8 +22,7 @@ def test_the_strides_of_the_example_are_those_of_its_ranks() -> None:
         cells = (
             f"{side} {rank.rank}",
             ", ".join(map(str, heads)),
-            ", ".join(f"{axis.name} {axis.size}" for axis in region.axes),
-            ", ".join(str(axis.stride_bytes) for axis in region.axes),
+            " ".join(f"{axis.name}={axis.stride_bytes}" for axis in region.axes),
         )
         assert f"| {' | '.join(cells)} |" in TEXT
 

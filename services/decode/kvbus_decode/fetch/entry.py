@@ -29,7 +29,7 @@ class FetchState(StrEnum):
     """The agent connects to the prefill agent, and a handshake checks that the engines fit."""
 
     QUEUED = "queued"
-    """The fetch waits, without a lease, for a place."""
+    """The route is known. Without a lease, the fetch waits for its turn (``fetches_at_once``)."""
 
     ACQUIRING = "acquiring"
     """The agent waits for the lease, and retries while another reader holds it."""
@@ -41,7 +41,8 @@ class FetchState(StrEnum):
     """A chunk is in flight into the blocks."""
 
     COMMITTING = "committing"
-    """All bytes have landed. The prefill agent must confirm that they are valid."""
+    """All bytes have landed. The prefill agent must confirm that they are valid. A repeated fetch
+    starts here, and asks whether it was committed."""
 
     RETRYING = "retrying"
     """An attempt has failed. The next one starts after its transfers have ended and a pause."""
@@ -53,7 +54,7 @@ class FetchState(StrEnum):
     """The KV is valid."""
 
     FAILED = "failed"
-    """There is no KV, and nothing is in flight."""
+    """The fetch has failed, and nothing is in flight."""
 
     CANCELLED = "cancelled"
     """The engine has cancelled the fetch, and nothing is in flight."""

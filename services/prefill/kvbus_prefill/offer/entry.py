@@ -41,7 +41,7 @@ class OfferState(StrEnum):
     """All tokens are there; only now can a reader commit it."""
 
     PARKED = "parked"
-    """Its blocks are in a pool of the agent; those of the engine belong to the engine."""
+    """Readers get a copy in a pool of the agent. The blocks belong to the engine."""
 
     RELEASED = "released"
     """No lease is live, and the blocks belong to the engine."""
