@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #include <zmq.h>
 
@@ -15,15 +14,21 @@ enum { MAX_LINE = 1 << 16, TICK_MS = 20 };
 session *control;
 static session *rank_session;
 
-double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
-}
-
 void tell(const char *word, long name, const char *rest) { printf("%s %ld %s\n", word, name, rest); }
 
-static void on_registered(long name, const msgpack_object *ok, const char *refused) {
+static void request_or_exit(session *s, const char *op, const msgpack_sbuffer *body, on_reply then,
+                            long name) {
+    if (!session_request(s, op, body, then, name)) {
+        fprintf(stderr, "too many requests\n");
+        exit(1);
+    }
+}
+
+void ask(const char *op, const msgpack_sbuffer *body, on_reply then, long name) {
+    request_or_exit(control, op, body, then, name);
+}
+
+static void on_registered(intptr_t name, const msgpack_object *ok, const char *refused) {
     (void)name, (void)ok;
     if (refused) {
         fprintf(stderr, "the agent refuses to register: %s\n", refused);
@@ -36,23 +41,35 @@ static void enroll(session *s) {
     msgpack_packer pk;
     begin(&body, &pk);
     msgpack_pack_map(&pk, s == control ? 1 : 2);
-    pack_text(&pk, "engine"), msgpack_pack_map(&pk, 4);
-    pack_text(&pk, "engine_id"), pack_text(&pk, ENGINE_ID);
-    pack_text(&pk, "model"), pack_text(&pk, "known numbers");
-    pack_text(&pk, "tp_size"), msgpack_pack_int(&pk, 1);
-    pack_text(&pk, "groups"), cache_pack_groups(&pk);
+    pack_text(&pk, "engine"), cache_pack_engine(&pk);
     if (s != control)
         pack_text(&pk, "rank"), cache_pack_rank(&pk);
-    ask(s, KVBUS_OP_REGISTER, &body, on_registered, 0);
+    request_or_exit(s, KVBUS_OP_REGISTER, &body, on_registered, 0);
     msgpack_sbuffer_destroy(&body);
+}
+
+static session *open_or_exit(const char *path, const segment *segments, unsigned count) {
+    char refusal[REFUSAL_CHARS];
+    session *s = session_open(path, ENGINE_ID, segments, count, refusal);
+    if (*refusal) {
+        fprintf(stderr, "the agent refuses to attach: %s\n", refusal);
+        exit(1);
+    }
+    return s;
+}
+
+static void notice(void *context, const char *op, const msgpack_object *body) {
+    (void)context;
+    on_agent_notice(op, body);
 }
 
 /* Come to an agent, as often as it takes: with new memory and new boot ids each time. */
 static void come(const char *path) {
-    int memory = cache_open();
+    int memory = cache_open(), cells = cells_open();
+    segment segments[] = {{"kv", cache_bytes(), memory}, {"cells", CELLS_BYTES, cells}};
     for (bool told = false;; told = true) {
-        rank_session = session_open(path, memory);
-        control = rank_session ? session_open(path, -1) : NULL;
+        rank_session = open_or_exit(path, segments, cells < 0 ? 1 : 2);
+        control = rank_session ? open_or_exit(path, NULL, 0) : NULL;
         if (control)
             break;
         if (rank_session)
@@ -61,6 +78,7 @@ static void come(const char *path) {
             fprintf(stderr, "waiting for an agent at %s\n", path);
         usleep(50000);
     }
+    session_on_notice(control, notice, NULL);
     enroll(rank_session);
     enroll(control);
 }

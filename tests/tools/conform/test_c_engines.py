@@ -32,10 +32,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def built_by_cmake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs of the CMake project; skips where it cannot be built."""
+    folder = tmp_path_factory.mktemp("cmake")
+    cmake, *others = [shutil.which(program) for program in ("cmake", "pkg-config", "c++")]
+    if cmake is None or not all(others):
+        pytest.skip(f"no CMake here: on Debian, install {NEEDED} g++ cmake pkg-config")
+    configure = [cmake, "-S", SOURCES, "-B", folder, "-DKVBUS_WERROR=ON"]
+    subprocess.run(configure, check=True, capture_output=True)
+    subprocess.run([cmake, "--build", folder], check=True, capture_output=True)
+    return folder
+
+
 class Engine:
-    def __init__(self, program: Path, agent: AgentProcess) -> None:
+    def __init__(self, program: Path, agent: AgentProcess, *arguments: str) -> None:
         env = {**os.environ, "KVBUS_ATTACH": str(agent.attach), "KVBUS_ROLE": agent.role}
-        self._process = subprocess.Popen([program], env=env, stdin=PIPE, stdout=PIPE, text=True)
+        self._process = subprocess.Popen(
+            [program, *arguments], env=env, stdin=PIPE, stdout=PIPE, text=True
+        )
         assert self._process.stdin
         assert self._process.stdout
         self._lines, self._answers = self._process.stdin, self._process.stdout
@@ -128,3 +143,15 @@ def test_engines_in_c_hand_kv_over_and_survive_their_agents(
 
     assert source.told("released", 10) == "lost"
     assert hand_over(source, target, 11, 100) == "completed 0"
+
+
+def test_engines_of_the_cmake_project_hand_kv_over(built_by_cmake: Path, fresh: Agents) -> None:
+    fresh.start(prefill := fresh.prepare("prefill"), decode := fresh.prepare("decode"))
+    target = Engine(built_by_cmake / "decode", decode)
+    source = Engine(built_by_cmake / "offer", prefill, "7", "100")
+    target.say("fetch", 7, 0, 100, source.told("ticket", 7))
+
+    assert target.told("fetched", 7) == "completed 0"
+    assert source.told("released", 7) == "completed"
+    for engine in (source, target):
+        engine.end()
