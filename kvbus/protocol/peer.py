@@ -48,9 +48,9 @@ OfferSecret = Secret
 LeaseToken = Secret
 """From the reply to ``acquire``."""
 ReaderId = Id
-"""New for each fetch of each agent."""
+"""New for each fetch."""
 ReaderAgent = Text
-"""Ends its earlier leases with another ``reader_boot``."""
+"""Its agent, whose earlier leases with another ``reader_boot`` end."""
 ReaderBoot = Text
 TransferId = Secret
 """Name of the offer, and the right to its ticket."""

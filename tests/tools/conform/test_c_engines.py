@@ -39,7 +39,7 @@ def built_by_cmake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cmake, *others = [shutil.which(program) for program in ("cmake", "pkg-config", "c++")]
     if cmake is None or not all(others):
         pytest.skip(f"no CMake here: on Debian, install {NEEDED} g++ cmake pkg-config")
-    configure = [cmake, "-S", SOURCES, "-B", folder, "-DKVBUS_WERROR=ON"]
+    configure: list[str | Path] = [cmake, "-S", SOURCES, "-B", folder, "-DKVBUS_WERROR=ON"]
     subprocess.run(configure, check=True, capture_output=True)
     subprocess.run([cmake, "--build", folder], check=True, capture_output=True)
     return folder
