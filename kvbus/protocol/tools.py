@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.engine import AgentRole, CellName
 from kvbus.protocol.message import (
     MAX_TEXT_CHARS,
     AgentId,
@@ -29,6 +29,7 @@ from kvbus.protocol.message import (
     event,
     request,
 )
+from kvbus.protocol.ticket import PackedTables
 
 MAX_SPANS = 512
 MAX_OTHERS = 64
@@ -50,7 +51,7 @@ class PeerView(msgspec.Struct, frozen=True):
     num_routes: Size = 0
     """Created by handshakes."""
     problem: Text = ""
-    """Reason why it is not connected, or the last handshake failed."""
+    """Why it is not connected, or the last handshake failed."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class Sharing(msgspec.Struct, frozen=True):
     """UCX reads the memory of another one over TCP."""
     path: Text = ""
     closed: Text = ""
-    """Reason why it shares no memory."""
+    """Why it shares no memory."""
     engines: dict[str, Text] = {}
     """For each engine that a decode agent knows: ``open``, or why its memory is not mapped."""
 
@@ -80,7 +81,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """One process of an agent."""
 
     name: Text
-    """``control``, or ``data`` for the process that moves KV."""
+    """``control``, or ``data``, which moves KV."""
     pid: Size = 0
     """0 while it does not run."""
     cpu_s: AnySeconds = 0.0
@@ -323,12 +324,13 @@ class OfferEvent(Message, frozen=True):
 
 @event("offer.parked")
 class OfferParked(Message, frozen=True):
-    """An offer was parked: its blocks are in a pool of the agent now."""
+    """An offer was parked. The other fields name its pool, as in a ticket."""
 
     offer_id: OfferId
     engine_id: EngineId
-    """The pool, for ``handshake`` and ``acquire``."""
     engine_instance: Text
+    blocks: PackedTables = ""
+    cell: CellName = 0
 
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
