@@ -142,8 +142,7 @@ class MemoryLent(Message, frozen=True):
     agent_boot: Id
     """Reject any other: another agent may listen at this path."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """From ``first`` on; empty after the last one. The descriptors belong to them, in this order.
-    """
+    """From ``first`` on; empty after the last one. The descriptors are in this order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")

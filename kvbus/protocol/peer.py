@@ -124,9 +124,9 @@ class HandshakeDone(Message, frozen=True):
     "incompatible geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
-    """Introduce a decode engine to each agent with ranks of a prefill engine, again after a restart
-    of its processes. Without ``offer_id`` and ``secret`` it is *ahead* of the first ticket:
-    ``shake_hands_ahead`` controls which agents may send this.
+    """Introduce a decode engine to each agent with ranks of a prefill engine. Repeat it after a
+    restart of that agent's processes. Without ``offer_id`` and ``secret`` it is *ahead* of the
+    first ticket: ``shake_hands_ahead`` controls which agents may send this.
     """
 
     min_protocol: MinProtocol
