@@ -1,4 +1,4 @@
-/* One session with the agent: the attach connection, requests and their answers, notices. */
+/* One session with the agent: the attach connection, requests and replies, notices. */
 #define _GNU_SOURCE
 #include "client.h"
 
@@ -16,11 +16,11 @@
 enum { MAX_REQUESTS = 256, MAX_TEXT = REFUSAL_CHARS, ID_CHARS = 33 };
 
 typedef struct {
-    uint64_t id; /* 0: this place is free */
+    uint64_t id; /* 0: free */
     char op[16];
     char *body;
     size_t body_size;
-    double again; /* when to ask again after `busy`; 0: it waits for its answer */
+    double again; /* time of the retry after `busy`; 0: it waits for its reply */
     on_reply then;
     intptr_t of; /* of the caller */
 } request;
@@ -189,7 +189,7 @@ bool session_lost(const session *s) {
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-/* Requests: each is sent once, and waits for its answer while the session lives. */
+/* Requests: each is sent once, and waits for its reply while the session lives. */
 
 static void post(session *s, request *r) {
     msgpack_sbuffer frame;
@@ -227,7 +227,7 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     request *r = s->requests;
     while (r->id != id)
         if (++r == s->requests + MAX_REQUESTS)
-            return; /* that of a ping */
+            return; /* reply to a ping */
     const msgpack_object *error = get(message, "error");
     if (is_text(get(error, "code"), KVBUS_CODE_BUSY)) {
         r->again = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
@@ -245,7 +245,7 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
 static void take(session *s, const msgpack_object *message) {
     const msgpack_object *re = get(message, "re");
     if (!is_text(get(message, "boot"), s->agent_boot))
-        return; /* of an agent that was here before, or comes next: its attach connection tells */
+        return; /* of an earlier agent, or of the next one: the attach connection ends then */
     s->heard = now();
     if (re && re->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
         take_reply(s, re->via.u64, message);

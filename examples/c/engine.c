@@ -1,4 +1,4 @@
-/* The loop of the engine: two sessions, lines of stdin, and what happens when the agent goes. */
+/* The loop of the engine: two sessions, lines of stdin, and the loss of the agent. */
 #define _GNU_SOURCE
 #include "engine.h"
 
@@ -36,7 +36,7 @@ static void on_registered(intptr_t name, const msgpack_object *ok, const char *r
     }
 }
 
-static void enroll(session *s) {
+static void register_session(session *s) {
     msgpack_sbuffer body;
     msgpack_packer pk;
     begin(&body, &pk);
@@ -63,8 +63,8 @@ static void notice(void *context, const char *op, const msgpack_object *body) {
     on_agent_notice(op, body);
 }
 
-/* Come to an agent, as often as it takes: with new memory and new boot ids each time. */
-static void come(const char *path) {
+/* Connect to an agent, with new memory and new boot ids, and retry until there is one. */
+static void connect_to_agent(const char *path) {
     int memory = cache_open(), cells = cells_open();
     segment segments[] = {{"kv", cache_bytes(), memory}, {"cells", CELLS_BYTES, cells}};
     for (bool told = false;; told = true) {
@@ -79,17 +79,17 @@ static void come(const char *path) {
         usleep(50000);
     }
     session_on_notice(control, notice, NULL);
-    enroll(rank_session);
-    enroll(control);
+    register_session(rank_session);
+    register_session(control);
 }
 
-static void go(void) {
+static void disconnect(void) {
     session_close(control);
     session_close(rank_session);
     control = rank_session = NULL;
 }
 
-/* Hand over the whole lines that stdin has; false at its end. */
+/* Pass each whole line of stdin on; false at its end. */
 static bool read_lines(void) {
     static char text[MAX_LINE];
     static size_t size;
@@ -115,7 +115,7 @@ int main(void) {
         return 2;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
-    come(path);
+    connect_to_agent(path);
     for (;;) {
         zmq_pollitem_t items[] = {
             {session_socket(control), 0, ZMQ_POLLIN, 0},
@@ -126,9 +126,9 @@ int main(void) {
         };
         zmq_poll(items, 5, TICK_MS);
         if (session_lost(control) || session_lost(rank_session)) {
-            go();
+            disconnect();
             on_lost();
-            come(path);
+            connect_to_agent(path);
             continue;
         }
         session_work(control);

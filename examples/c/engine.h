@@ -1,8 +1,8 @@
-/* A small engine that speaks kvbus: what its parts know of each other.
+/* A small engine that speaks kvbus: the interfaces of its parts.
  *
  *   prefill.c, decode.c   a role: lines of stdin, notices of the agent
- *   engine.c              the loop: both sessions, and what happens when the agent goes
- *   client.h, client.c    one session: attach, requests and their answers, notices
+ *   engine.c              the loop: both sessions, and the loss of the agent
+ *   client.h, client.c    one session: attach, requests and replies, notices
  *   message.c             maps of msgpack
  *   cache.c               KV memory that the agent maps, and its blocks
  *   ticket.c              tickets as JSON
@@ -55,4 +55,4 @@ void ask(const char *op, const msgpack_sbuffer *body, on_reply then, long name);
 void on_line(char *line);
 void on_agent_notice(const char *op, const msgpack_object *body);
 int cells_open(void); /* descriptor of its page of cells; -1: it has none */
-void on_lost(void); /* everything that the agent had is over */
+void on_lost(void); /* all offers and fetches of the agent are over */
