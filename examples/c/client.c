@@ -57,6 +57,8 @@ static void random_id(char to[ID_CHARS]) {
 static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
     char control[CMSG_SPACE(sizeof fd)] = {0}, frame[1024];
     size_t size = message->size;
+    if (size + 4 > sizeof frame)
+        return false;
     for (unsigned i = 0; i < 4; i++)
         frame[i] = (char)(size >> 8 * i);
     memcpy(frame + 4, message->data, size);
@@ -76,7 +78,7 @@ static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
 
 /* Send a message and unpack the reply; false if the agent is gone, or refuses with this message. */
 static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unpacked *reply, char *refusal) {
-    static char body[65536];
+    char body[65536];
     uint8_t length[4];
     msgpack_unpacked_init(reply);
     if (!send_attach(attach, message, fd) || recv(attach, length, 4, MSG_WAITALL) != 4)
@@ -130,7 +132,7 @@ static bool pass_memory(session *s, const segment *memory, char *refusal) {
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
     pack_text(&pk, "segment_id"), pack_text(&pk, memory->id);
     pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, memory->size);
-    pack_text(&pk, "kind"), pack_text(&pk, memory->id);
+    pack_text(&pk, "kind"), pack_text(&pk, memory->kind);
     msgpack_unpacked reply;
     bool done = call(s->attach, &message, memory->fd, &reply, refusal);
     msgpack_unpacked_destroy(&reply);

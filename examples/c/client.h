@@ -1,7 +1,7 @@
 /* A small client of kvbus for engines: sessions with an agent, requests, notices, and maps of msgpack.
  *
- * Nothing here blocks but session_open. A session belongs to one thread. docs/minimal-engine.md has the order
- * of the messages, protocol.h their names. To use it, copy client.h, client.c, message.c and protocol.h. */
+ * Only session_open blocks. All sessions belong to one thread. docs/minimal-engine.md has the order of the
+ * messages, protocol.h their names. To use it, copy client.h, client.c, message.c and protocol.h. */
 #pragma once
 
 #include "protocol.h"
@@ -21,9 +21,9 @@ typedef struct session session;
 typedef void (*on_reply)(intptr_t of, const msgpack_object *ok, const char *refused);
 typedef void (*on_notice)(void *context, const char *op, const msgpack_object *body);
 
-/* Shared memory for the agent; its id is also its `kind`: "kv" or "cells". */
+/* Shared memory for the agent, of the kind "kv", "cells" or "sequence". */
 typedef struct {
-    const char *id;
+    const char *id, *kind;
     size_t size;
     int fd;
 } segment;
@@ -35,7 +35,7 @@ enum { REFUSAL_CHARS = 300 };
 session *session_open(const char *path, const char *engine_id, const segment *segments, unsigned count,
                       char refusal[REFUSAL_CHARS]);
 void session_on_notice(session *s, on_notice then, void *context);
-void session_close(session *s); /* pending requests are never answered */
+void session_close(session *s);          /* without the callbacks of pending requests */
 int session_attach_fd(const session *s); /* readable: the agent is lost */
 void *session_socket(const session *s);  /* ZeroMQ socket to poll; session_work drains it */
 bool session_lost(const session *s);

@@ -66,7 +66,7 @@ static void notice(void *context, const char *op, const msgpack_object *body) {
 /* Connect to an agent, with new memory and new boot ids, and retry until there is one. */
 static void connect_to_agent(const char *path) {
     int memory = cache_open(), cells = cells_open();
-    segment segments[] = {{"kv", cache_bytes(), memory}, {"cells", CELLS_BYTES, cells}};
+    segment segments[] = {{"kv", "kv", cache_bytes(), memory}, {"cells", "cells", CELLS_BYTES, cells}};
     for (bool told = false;; told = true) {
         rank_session = open_or_exit(path, segments, cells < 0 ? 1 : 2);
         control = rank_session ? open_or_exit(path, NULL, 0) : NULL;

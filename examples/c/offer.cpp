@@ -44,7 +44,7 @@ int main(int argc, char **argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
 
     int memory = cache_open();
-    kvbus::Session rank(path, ENGINE_ID, {{"kv", cache_bytes(), memory}});
+    kvbus::Session rank(path, ENGINE_ID, {{"kv", "kv", cache_bytes(), memory}});
     kvbus::Session control(path, ENGINE_ID);
     std::string outcome;
     control.on_notice([&](const std::string &op, kvbus::Object body) {
