@@ -1,7 +1,8 @@
 """Writes the lists of the protocol pages and ``errors.md``: ``python docs/generate_protocol.py``.
 
-All is said where a message is declared: types, ranges and defaults by its fields, what they mean by
-the strings below them. Refuses a field, a type or an error code without such a string.
+The source is the declaration of each message: types, ranges and defaults of its fields, and the
+strings below them. A field needs no string if its name and type suffice; a message, a type and an
+error code do.
 """
 
 import ast
@@ -9,7 +10,7 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -26,12 +27,12 @@ from kvbus.protocol.message import (
     NOTICES,
     REQUESTS,
     Empty,
-    ErrorBody,
     Request,
     Role,
     Socket,
+    may_subscribe,
 )
-from kvbus.protocol.ticket import Rendezvous, Ticket
+from kvbus.protocol.ticket import Rendezvous
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
@@ -59,7 +60,6 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         attach.MemorySocket,
         attach.LentSegment,
         attach.LentCuda,
-        attach.LentCuda,
     ),
     "tool types": (
         tools.Sharing,
@@ -86,25 +86,24 @@ FOR_SPANS = ("traceparent", "sent_s", "wanted_s")
 IN_COMMON = 2
 """Fields that so many messages of one page have alike are told once."""
 Kinds = list[type[msgspec.Struct]]
-OF_OFFER = tuple(map(ErrorCode, peer.OF_OFFER.split()))
-"""Codes of what is about an offer, which are listed once."""
 NAMED = {
-    "name": "string of 1 to 256 characters",
-    "text": "string of 0 to 4,096 characters",
-    "secret": "string of 16 to 128 characters",
-    "endpoint": "tcp://HOST:PORT, of 0 to 256 characters",
-    "index": "integer from 0 to 2^31 - 1",
-    "size": "integer from 1 to 2^31 - 1",
-    "count": "integer from 0 to 2^63 - 1",
-    "serial": "integer from 1 to 2^63 - 1",
-    "bytes": "integer from 1 to 2^62",
-    "seconds": "number over 0 to 86,400",
-    "tables": "map of `name` to [BlockTable](#blocktable), at most 64",
-    "priority": "integer from -2147483648 to 2^31 - 1",
-    "plain": "string or integer or number",
+    "name": "string of 1..256 characters",
+    "text": "string of 0..4,096 characters",
+    "secret": "string of 16..128 characters",
+    "endpoint": "tcp://HOST:PORT of 0..256 characters",
+    "index": "integer 0..2^31-1",
+    "size": "integer 1..2^31-1",
+    "count": "integer 0..2^63-1",
+    "serial": "integer 1..2^63-1",
+    "bytes": "integer 1..2^62",
+    "seconds": "number over 0, ..86,400",
+    "tables": "map of 0..64 `name` to [BlockTable](#blocktable)",
+    "priority": "integer -2^31..2^31-1",
+    "role": '"prefill" or "decode"',
+    "outcome": '"completed", "failed", "cancelled", "withdrawn", "expired" or "parked"',
 }
-"""What types of fields are called on the pages."""
-NOTHING = ('""', "[]", "{}", "0", "0.0", "false", "all 0")
+"""Types of fields by their names on the pages."""
+NOTHING = ('""', "b''", "[]", "{}", "0", "0.0", "false", "all 0")
 """Defaults that the page shows by a question mark."""
 NAMING = ("message", "attach", "engine", "peer", "tools", "ticket")
 """Where types of fields have names and strings below them."""
@@ -162,7 +161,7 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     pages: dict[str, tuple[tuple[str, ...], Kinds]] = {
         "engines": (
             ("attach", "engine", "prefill", "decode"),
-            [*NOTICES.values(), *SHARED["memory types"], Ticket],
+            [*NOTICES.values(), *SHARED["memory types"]],
         ),
         "agents": (("peer", "memory"), [*SHARED["agent types"]]),
         "tools": (("tools",), [*events, *SHARED["tool types"], Rendezvous]),
@@ -173,11 +172,10 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
         kinds = [kind for name in names for kind in asked[name]]
         here = _common([*kinds, *(kind.reply for kind in kinds), *others])
         common[page] = everywhere | here
+        told = {name: line for name, line in here.items() if everywhere.get(name) != line}
+        spans = _for_spans() if page == "engines" else {}
         everywhere = everywhere or here
-        told = [line for name, line in here.items() if page == "engines" or name not in everywhere]
-        if page == "agents":
-            told += ["", f"Refusals of an offer: {', '.join(f'`{one}`' for one in OF_OFFER)}."]
-        yield f"common of {page}", told
+        yield f"common of {page}", _items(told | spans)
         for name in names:
             yield name, [line for kind in asked[name] for line in _request(kind, common[page])]
     named = [(f"`{op}`", kind) for op, kind in NOTICES.items()]
@@ -188,12 +186,10 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     for (name, shared), page in zip(SHARED.items(), pages, strict=True):
         lines = [_struct(kind.__name__, kind, common[page]) for kind in shared]
         yield name, [line for each in lines for line in each]
-    yield "ticket", list(_fields(Ticket, common["engines"]))
     yield "rendezvous", list(_fields(Rendezvous, tools))
-    yield "error", list(_fields(ErrorBody))
     yield "codes", list(_codes())
     yield "named", [f"- `{name}`: {what}" for name, what in NAMED.items()]
-    yield "spans", _for_spans()
+    yield "permissions", list(_permissions(asked["tools"]))
 
 
 def _asked(*sockets: Socket) -> list[type[Request[Any]]]:
@@ -210,16 +206,14 @@ def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
     else:
         yield from (f"Reply, `{kind.reply.__name__}`:", "")
         yield from _fields(kind.reply, common)
-    codes = [f"`{one}`" for one in kind.refusals if one is not ErrorCode.NOT_REGISTERED]
-    if set(OF_OFFER) <= set(kind.refusals):
-        rest = [f"`{one}`" for one in kind.refusals if one not in OF_OFFER]
-        codes = ["those [of an offer](#fields-of-several-messages)", *rest]
-    if codes:
-        yield f"Refusals: {', '.join(codes)}."
-    if kind.allowed_roles & TOOLS:
-        roles = [f"`{role}`" for role in Role if role in kind.allowed_roles]
-        yield f"Keys that may ask it: {', '.join(roles)}."
     yield ""
+
+
+def _permissions(kinds: Sequence[type[Request[Any]]]) -> Iterator[str]:
+    yield from ("| role of the key | requests | events |", "| --- | --- | --- |")
+    for role in Role:
+        ops = ", ".join(f"`{kind.op}`" for kind in kinds if role in kind.allowed_roles)
+        yield f"| `{role}` | {ops} | {'yes' if may_subscribe([role]) else 'no'} |"
 
 
 def _first_with(reply: type[Any]) -> type[Request[Any]]:
@@ -229,48 +223,56 @@ def _first_with(reply: type[Any]) -> type[Request[Any]]:
 
 
 def _common(kinds: Kinds) -> dict[str, str]:
-    """By its name, the line of each field that many of these have alike, but those for spans."""
+    """By its name, the line of each field that several of these describe alike, but for spans."""
     lines = Counter(line for kind in dict.fromkeys(kinds) for line in _lines(kind).items())
-    often = {name: line for (name, line), num in lines.items() if num >= IN_COMMON}
+    often = {name: line for (name, line), num in lines.items() if num >= IN_COMMON and ": " in line}
     return {name: line for name, line in often.items() if name not in FOR_SPANS}
 
 
-def _for_spans() -> list[str]:
+def _for_spans() -> dict[str, str]:
     """The line of each field for spans, as the first message with it has it."""
     lines = _lines(engine.StartFetch) | _lines(engine.MakeOffer)
-    return [lines[name] for name in FOR_SPANS]
+    return {name: lines[name] for name in FOR_SPANS}
 
 
 def _struct(
     heading: str, kind: type[msgspec.Struct], common: dict[str, str] | None = None
 ) -> Iterator[str]:
+    if not text_of(kind):
+        raise Undocumented(f"{kind.__name__}: nothing says what it is")
     yield from (f"#### {heading}", "", text_of(kind), "")
     yield from _fields(kind, common)
 
 
 def _fields(kind: type[msgspec.Struct], common: dict[str, str] | None = None) -> Iterator[str]:
-    """The fields in their order, those that are told elsewhere by their names alone."""
-    told = dict(common or {})
-
-    def is_known(field: tuple[str, str]) -> bool:
-        name, line = field
-        return told.get(name) == line or (name in FOR_SPANS and kind is not Ticket)
-
-    lines = _lines(kind)
-    for known, fields in groupby(lines.items(), is_known):
-        if known:
-            yield "- " + ", ".join(f"`{name}`" for name, _ in fields)
-        else:
-            yield from (line for _, line in fields)
+    """The fields in their order, those that are described elsewhere by their names alone."""
+    told, lines = common or {}, _lines(kind)
+    for name, line in lines.items():
+        if told.get(name) == line or name in FOR_SPANS:
+            lines[name] = f"`{name}`"
+    yield from _items(lines)
     yield from ([""] if lines else [])
 
 
+def _items(lines: dict[str, str]) -> list[str]:
+    """List items: one for each description, one for neighbours without."""
+    items = list[str]()
+    for described, group in groupby(lines.values(), lambda line: ": " in line):
+        neighbours = list(group)
+        items += neighbours if described else ["; ".join(_by_type(neighbours))]
+    return [f"- {item}" for item in items]
+
+
+def _by_type(lines: Iterable[str]) -> Iterator[str]:
+    """Join neighbours of one type, which follows the last of them."""
+    for of, neighbours in groupby((line.partition(" ") for line in lines), lambda line: line[2]):
+        yield f"{', '.join(name for name, _, _ in neighbours)} {of}".rstrip()
+
+
 def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """By its name, the line of each field: its type, its default, what it means."""
+    """By its name, the line of each field: its type, its default, and its string if it has one."""
     described, words = types.type_info(kind), meanings(kind)
     assert isinstance(described, types.StructType)  # noqa: S101  every struct is described as one
-    if missing := [field.name for field in described.fields if not words[field.name]]:
-        raise Undocumented(f"{kind.__name__}: nothing says what {', '.join(missing)} means")
     lines = {}
     for field in described.fields:
         of, default = type_name(field.type), "" if field.required else _default(field)
@@ -278,7 +280,8 @@ def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
             of += "?"
         elif default != "nil" or not of.endswith("or nil"):
             of += f" = {default}" if default else ""
-        lines[field.name] = f"- `{field.name}` ({of}): {words[field.name]}"
+        text = words[field.name]
+        lines[field.name] = f"`{field.name}` ({of})" + (f": {text}" if text else "")
     return lines
 
 
@@ -321,9 +324,8 @@ def _strings(module: str) -> dict[str, dict[str, tuple[str, str]]]:
     """By class, "" for the module itself: each name, its annotation, and the string below it."""
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    types_named = {one.name: ("", _line(ast.get_docstring(one) or "")) for one in classes}
     return {
-        "": types_named | dict(_names(tree.body)),
+        "": dict(_names(tree.body)),
         **{one.name: dict(_names(one.body)) for one in classes},
     }
 
@@ -381,48 +383,54 @@ def _type_text(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of ty
             return f"[{cls.__name__}](#{cls.__name__.lower()})"
         case types.EnumType(cls):
             if cls is ErrorCode:
-                return "an [error code](errors.md)"
-            return "one of " + ", ".join(f'"{word.value}"' for word in cls)
+                return "[error code](errors.md)"
+            return _one_of([word.value for word in cls])
         case types.LiteralType(values):
-            return "one of " + ", ".join(f'"{value}"' for value in values)
+            return _one_of(values)
         case types.DictType(key, value):
-            most = f", at most {of.max_length}" if of.max_length else ""
-            return f"map of {type_name(key)} to {type_name(value)}{most}"
+            most = f"0..{of.max_length} " if of.max_length else ""
+            return f"map of {most}{type_name(key)} to {type_name(value)}"
         case types.VarTupleType(item):
-            return f"list of {_range(of, 'items')}{type_name(item)}"
+            return f"list{_range(of) or ' of'} {type_name(item)}"
         case types.IntType():
             return f"integer {_bounds(of)}".strip()
         case types.FloatType():
             return f"number {_bounds(of)}".strip()
         case types.StrType() if of.pattern:
-            return f"tcp://HOST:PORT, {_range(of, 'characters')}"
+            return f"tcp://HOST:PORT{_range(of, ' characters')}"
         case types.StrType():
-            return f"string {_range(of, 'characters')}".strip()
+            return f"string{_range(of, ' characters')}"
         case types.BytesType():
-            return f"bin {_range(of, 'bytes')}".strip()
+            return f"bin{_range(of, ' bytes')}"
     simple = {types.BoolType: "bool", types.NoneType: "nil", types.AnyType: "any"}
     return simple[type(of)]
 
 
+def _one_of(words: Sequence[Any]) -> str:
+    *others, last = (f'"{word}"' for word in words)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _bounds(of: types.IntType | types.FloatType) -> str:
-    low = f"over {of.gt:g}" if of.gt is not None else f"from {of.ge}" if of.ge is not None else ""
-    return f"{low} to {_power(of.le)}" if of.le is not None else low
+    if of.gt is not None:
+        return f"over {of.gt:g}, ..{_power(of.le)}"
+    return "" if of.ge is None else f"{_power(of.ge)}..{_power(of.le)}"
 
 
-def _power(number: float) -> str:
-    for bits in (31, 62, 63):
-        if number in {2**bits, 2**bits - 1}:
-            return f"2^{bits}" + (" - 1" if number == 2**bits - 1 else "")
+def _power(number: float | None) -> str:
+    if number is None:
+        return ""
+    for bits in (31, 53, 62, 63):
+        if number in {2**bits, 2**bits - 1, -(2**bits)}:
+            return f"{'-' if number < 0 else ''}2^{bits}" + ("-1" if number == 2**bits - 1 else "")
     return f"{number:,}"
 
 
-def _range(of: types.StrType | types.BytesType | types.VarTupleType, what: str) -> str:
+def _range(of: types.StrType | types.BytesType | types.VarTupleType, unit: str = "") -> str:
     low, high = of.min_length, of.max_length
     if high is None:
         return ""
-    if what == "items":
-        return f"{low} to {high:,} of " if low else f"at most {high:,} of "
-    return f"of {high:,} {what}" if low == high else f"of {low or 0} to {high:,} {what}"
+    return f" of {low or 0}..{high:,}{unit}"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Writes ``protocol.schema.json``: ``make schema``, as a release does. It is not in the repository.
+"""Writes ``docs/protocol.schema.json``: ``python docs/generate_schema.py``.
 
 JSON Schema of all bodies, by the names of the page: bytes are base64 text, as JSON has none.
 """
 
 import json
+import re
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from docs.generate_protocol import SHARED, meanings, text_of
+from docs.generate_protocol import DOCS, SHARED, meanings, text_of
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import (
     EVENTS,
@@ -22,7 +22,8 @@ from kvbus.protocol.message import (
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
 
-PAGE = Path("protocol.schema.json")
+PAGE = DOCS / "protocol.schema.json"
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
 def schema() -> str:
@@ -34,13 +35,13 @@ def schema() -> str:
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
     for kind in (*named, *chain.from_iterable(SHARED.values())):
         component, words = components[kind.__name__], meanings(kind)
-        component |= {"description": text_of(kind)} if kind.__doc__ else {}
+        component |= {"description": _plain(text_of(kind))} if kind.__doc__ else {}
         for name, described in component["properties"].items():
             if text := words.get(name):
-                described["description"] = text
+                described["description"] = _plain(text)
     page = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "kvbus protocol, version 1",
+        "title": "kvbus protocol, version 1, draft",
         "x-requests": {
             socket: {op: _request(kind) for op, kind in kinds.items()}
             for socket, kinds in REQUESTS.items()
@@ -59,6 +60,11 @@ def _request(kind: type[Request[Any]]) -> dict[str, Any]:
         "refusals": list(kind.refusals),
         "roles": sorted(kind.allowed_roles),
     }
+
+
+def _plain(text: str) -> str:
+    """Return the text without the targets of its links, which are headings of the pages."""
+    return LINK.sub(r"\1", text)
 
 
 def _ref(kind: type[Message]) -> dict[str, str]:

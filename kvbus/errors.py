@@ -25,6 +25,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Self
 
+_DOCS = "https://kvbus.github.io/kvbus"
+
 
 class ErrorCode(StrEnum):
     """Reason why a request or a handoff failed. Values are the wire form and never change meaning.
@@ -354,3 +356,8 @@ _MESSAGES: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
     (re.compile(r"'utf-8' codec .+"), lambda: "is not UTF-8 text"),
     (re.compile(r"\[Errno \d+\] (.+)"), lambda reason: reason),
 )
+
+
+def docs_url(page: str, heading: str = "") -> str:
+    """Return the address of a page of the documentation."""
+    return f"{_DOCS}/{page}/" + (f"#{heading}" if heading else "")

@@ -96,8 +96,12 @@ void cache_pack_rank(msgpack_packer *pk) {
     pack_region(pk);
 }
 
-void cache_pack_groups(msgpack_packer *pk) {
-    msgpack_pack_array(pk, 1);
+void cache_pack_engine(msgpack_packer *pk) {
+    msgpack_pack_map(pk, 4);
+    pack_text(pk, "engine_id"), pack_text(pk, ENGINE_ID);
+    pack_text(pk, "model"), pack_text(pk, "known numbers");
+    pack_text(pk, "tp_size"), msgpack_pack_int(pk, 1);
+    pack_text(pk, "groups"), msgpack_pack_array(pk, 1);
     msgpack_pack_map(pk, 6);
     pack_text(pk, "name"), pack_text(pk, "full");
     pack_layers(pk);

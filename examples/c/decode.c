@@ -34,7 +34,7 @@ static void give_back(job *j) {
 }
 
 /* The fetch has ended. Only now may the KV be used, and only when it is `completed`. */
-static void on_fetched(long name, const msgpack_object *ok, const char *refused) {
+static void on_fetched(intptr_t name, const msgpack_object *ok, const char *refused) {
     char outcome[64], rest[128];
     job *j = find(name);
     if (!j)
@@ -86,13 +86,13 @@ static void fetch(long name, const char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "ticket");
     if (ticket_pack(&pk, rest + used))
-        ask(control, KVBUS_OP_FETCH, &body, on_fetched, name);
+        ask(KVBUS_OP_FETCH, &body, on_fetched, name);
     else
         on_fetched(name, NULL, "bad_ticket");
     msgpack_sbuffer_destroy(&body);
 }
 
-static void on_cancelled(long name, const msgpack_object *ok, const char *refused) {
+static void on_cancelled(intptr_t name, const msgpack_object *ok, const char *refused) {
     (void)name, (void)ok, (void)refused; /* the answer to `fetch` tells how it ends */
 }
 
@@ -105,7 +105,7 @@ static void cancel(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
-    ask(control, KVBUS_OP_CANCEL, &body, on_cancelled, name);
+    ask(KVBUS_OP_CANCEL, &body, on_cancelled, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -121,7 +121,7 @@ void on_line(char *line) {
         cancel(name);
 }
 
-void on_notice(const char *op, const msgpack_object *body) {
+void on_agent_notice(const char *op, const msgpack_object *body) {
     if (strcmp(op, KVBUS_NOTICE_BLOCKS_FREED))
         return;
     for (job *j = jobs; j < jobs + MAX_JOBS; j++)

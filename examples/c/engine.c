@@ -1,4 +1,4 @@
-/* The loop of the engine: two sessions, lines of stdin, and what happens when the agent goes. */
+/* The loop of the engine: two sessions, lines of stdin, and the loss of the agent. */
 #define _GNU_SOURCE
 #include "engine.h"
 
@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #include <zmq.h>
 
@@ -15,15 +14,21 @@ enum { MAX_LINE = 1 << 16, TICK_MS = 20 };
 session *control;
 static session *rank_session;
 
-double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
-}
-
 void tell(const char *word, long name, const char *rest) { printf("%s %ld %s\n", word, name, rest); }
 
-static void on_registered(long name, const msgpack_object *ok, const char *refused) {
+static void request_or_exit(session *s, const char *op, const msgpack_sbuffer *body, on_reply then,
+                            long name) {
+    if (!session_request(s, op, body, then, name)) {
+        fprintf(stderr, "too many requests\n");
+        exit(1);
+    }
+}
+
+void ask(const char *op, const msgpack_sbuffer *body, on_reply then, long name) {
+    request_or_exit(control, op, body, then, name);
+}
+
+static void on_registered(intptr_t name, const msgpack_object *ok, const char *refused) {
     (void)name, (void)ok;
     if (refused) {
         fprintf(stderr, "the agent refuses to register: %s\n", refused);
@@ -31,28 +36,40 @@ static void on_registered(long name, const msgpack_object *ok, const char *refus
     }
 }
 
-static void enroll(session *s) {
+static void register_session(session *s) {
     msgpack_sbuffer body;
     msgpack_packer pk;
     begin(&body, &pk);
     msgpack_pack_map(&pk, s == control ? 1 : 2);
-    pack_text(&pk, "engine"), msgpack_pack_map(&pk, 4);
-    pack_text(&pk, "engine_id"), pack_text(&pk, ENGINE_ID);
-    pack_text(&pk, "model"), pack_text(&pk, "known numbers");
-    pack_text(&pk, "tp_size"), msgpack_pack_int(&pk, 1);
-    pack_text(&pk, "groups"), cache_pack_groups(&pk);
+    pack_text(&pk, "engine"), cache_pack_engine(&pk);
     if (s != control)
         pack_text(&pk, "rank"), cache_pack_rank(&pk);
-    ask(s, KVBUS_OP_REGISTER, &body, on_registered, 0);
+    request_or_exit(s, KVBUS_OP_REGISTER, &body, on_registered, 0);
     msgpack_sbuffer_destroy(&body);
 }
 
-/* Come to an agent, as often as it takes: with new memory and new boot ids each time. */
-static void come(const char *path) {
-    int memory = cache_open();
+static session *open_or_exit(const char *path, const segment *segments, unsigned count) {
+    char refusal[REFUSAL_CHARS];
+    session *s = session_open(path, ENGINE_ID, segments, count, refusal);
+    if (*refusal) {
+        fprintf(stderr, "the agent refuses to attach: %s\n", refusal);
+        exit(1);
+    }
+    return s;
+}
+
+static void notice(void *context, const char *op, const msgpack_object *body) {
+    (void)context;
+    on_agent_notice(op, body);
+}
+
+/* Connect to an agent, with new memory and new boot ids, and retry until there is one. */
+static void connect_to_agent(const char *path) {
+    int memory = cache_open(), cells = cells_open();
+    segment segments[] = {{"kv", "kv", cache_bytes(), memory}, {"cells", "cells", CELLS_BYTES, cells}};
     for (bool told = false;; told = true) {
-        rank_session = session_open(path, memory);
-        control = rank_session ? session_open(path, -1) : NULL;
+        rank_session = open_or_exit(path, segments, cells < 0 ? 1 : 2);
+        control = rank_session ? open_or_exit(path, NULL, 0) : NULL;
         if (control)
             break;
         if (rank_session)
@@ -61,17 +78,18 @@ static void come(const char *path) {
             fprintf(stderr, "waiting for an agent at %s\n", path);
         usleep(50000);
     }
-    enroll(rank_session);
-    enroll(control);
+    session_on_notice(control, notice, NULL);
+    register_session(rank_session);
+    register_session(control);
 }
 
-static void go(void) {
+static void disconnect(void) {
     session_close(control);
     session_close(rank_session);
     control = rank_session = NULL;
 }
 
-/* Hand over the whole lines that stdin has; false at its end. */
+/* Pass each whole line of stdin on; false at its end. */
 static bool read_lines(void) {
     static char text[MAX_LINE];
     static size_t size;
@@ -97,7 +115,7 @@ int main(void) {
         return 2;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
-    come(path);
+    connect_to_agent(path);
     for (;;) {
         zmq_pollitem_t items[] = {
             {session_socket(control), 0, ZMQ_POLLIN, 0},
@@ -108,9 +126,9 @@ int main(void) {
         };
         zmq_poll(items, 5, TICK_MS);
         if (session_lost(control) || session_lost(rank_session)) {
-            go();
+            disconnect();
             on_lost();
-            come(path);
+            connect_to_agent(path);
             continue;
         }
         session_work(control);

@@ -1,8 +1,8 @@
-/* A small engine that speaks kvbus: what its parts know of each other.
+/* A small engine that speaks kvbus: the interfaces of its parts.
  *
  *   prefill.c, decode.c   a role: lines of stdin, notices of the agent
- *   engine.c              the loop: both sessions, and what happens when the agent goes
- *   session.c             one session: attach, requests and their answers, notices
+ *   engine.c              the loop: both sessions, and the loss of the agent
+ *   client.h, client.c    one session: attach, requests and replies, notices
  *   message.c             maps of msgpack
  *   cache.c               KV memory that the agent maps, and its blocks
  *   ticket.c              tickets as JSON
@@ -10,12 +10,7 @@
  */
 #pragma once
 
-#include "protocol.h"
-
-#include <msgpack.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "client.h"
 
 /* cache.c: one rank, one group; block, layer, part, token, head, dim in the order of the strides */
 
@@ -37,34 +32,12 @@ void *shared_memory(const char *name, size_t size, int *fd); /* sealed, all zero
 int cache_open(void);            /* new memory, all blocks free; its descriptor */
 size_t cache_bytes(void);
 void cache_pack_rank(msgpack_packer *pk);
-void cache_pack_groups(msgpack_packer *pk);
+void cache_pack_engine(msgpack_packer *pk);
 bool blocks_take(blocks *table, unsigned count); /* more of them; false when there are too few */
 void blocks_free(blocks *table);
 void blocks_pack(msgpack_packer *pk, const blocks *table, unsigned from);
 void numbers_write(long name, const blocks *table, unsigned start, unsigned stop);
 size_t numbers_wrong(long name, const blocks *table, unsigned start, unsigned stop);
-
-/* session.c */
-
-typedef struct session session;
-typedef void (*on_reply)(long name, const msgpack_object *ok, const char *refused);
-
-session *session_open(const char *path, int memory); /* memory < 0: the control session */
-void session_close(session *s);
-int session_attach_fd(const session *s);
-void *session_socket(const session *s);
-bool session_lost(const session *s); /* the agent has hung up */
-void session_work(session *s);       /* read what has come; ask again what was `busy` */
-void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name);
-
-/* message.c */
-
-const msgpack_object *get(const msgpack_object *map, const char *key); /* NULL: it is not there */
-bool is_text(const msgpack_object *value, const char *text);
-void copy_text(const msgpack_object *value, char *to, size_t size); /* "" when it does not fit */
-double number(const msgpack_object *value, double otherwise);
-void begin(msgpack_sbuffer *message, msgpack_packer *pk);
-void pack_text(msgpack_packer *pk, const char *text);
 
 /* ticket.c: a flat map of strings and integers */
 
@@ -74,12 +47,12 @@ bool ticket_pack(msgpack_packer *pk, const char *json);
 /* engine.c */
 
 extern session *control;
-double now(void);
 void tell(const char *word, long name, const char *rest);
+void ask(const char *op, const msgpack_sbuffer *body, on_reply then, long name); /* of the control session */
 
 /* of the role */
 
 void on_line(char *line);
-void on_notice(const char *op, const msgpack_object *body);
+void on_agent_notice(const char *op, const msgpack_object *body);
 int cells_open(void); /* descriptor of its page of cells; -1: it has none */
-void on_lost(void); /* everything that the agent had is over */
+void on_lost(void); /* all offers and fetches of the agent are over */

@@ -75,14 +75,14 @@ static bool compute(job *j) {
 
 static void go_on(job *j);
 
-static void on_answer(long name, const msgpack_object *ok, const char *refused) {
+static void on_answer(intptr_t name, const msgpack_object *ok, const char *refused) {
     job *j = find(name);
     (void)ok;
     if (j && !refused)
         go_on(j);
 }
 
-static void on_last_answer(long name, const msgpack_object *ok, const char *refused) {
+static void on_last_answer(intptr_t name, const msgpack_object *ok, const char *refused) {
     (void)name, (void)ok, (void)refused; /* `released` tells how the offer ends */
 }
 
@@ -101,16 +101,16 @@ static void go_on(job *j) {
         pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
         if (has_new)
             pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
-        ask(control, KVBUS_OP_EXTEND, &body, on_answer, j->name);
+        ask(KVBUS_OP_EXTEND, &body, on_answer, j->name);
     } else {
         msgpack_pack_map(&pk, 1);
         pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-        ask(control, KVBUS_OP_SEAL, &body, on_last_answer, j->name);
+        ask(KVBUS_OP_SEAL, &body, on_last_answer, j->name);
     }
     msgpack_sbuffer_destroy(&body);
 }
 
-static void on_offered(long name, const msgpack_object *ok, const char *refused) {
+static void on_offered(intptr_t name, const msgpack_object *ok, const char *refused) {
     job *j = find(name);
     if (!j)
         return;
@@ -157,7 +157,7 @@ static void offer(long name, char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "sealed");
     sealed ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
-    ask(control, KVBUS_OP_OFFER, &body, on_offered, name);
+    ask(KVBUS_OP_OFFER, &body, on_offered, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -170,7 +170,7 @@ static void withdraw(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-    ask(control, KVBUS_OP_WITHDRAW, &body, on_last_answer, name);
+    ask(KVBUS_OP_WITHDRAW, &body, on_last_answer, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -186,7 +186,7 @@ void on_line(char *line) {
         withdraw(name);
 }
 
-void on_notice(const char *op, const msgpack_object *body) {
+void on_agent_notice(const char *op, const msgpack_object *body) {
     if (strcmp(op, KVBUS_NOTICE_RELEASED))
         return;
     char outcome[32], request_id[32];

@@ -23,7 +23,7 @@ from kvbus.bus import (
     ZapHandler,
     ZapRequest,
 )
-from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
+from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError, docs_url
 from kvbus.keys.files import read_private, read_secret
 from kvbus.keys.trusted import TrustedKeys
 from kvbus.protocol.message import Role, may_request, may_subscribe
@@ -70,8 +70,8 @@ class Access:
                 if not config.insecure and not is_loopback(bind_host(getattr(config, key))):
                     raise ConfigError(
                         f"needed, because {key} is not loopback: other machines reach the agent. "
-                        "Make keys with 'kvbus keys' (docs/security.md), or write insecure = true "
-                        "if nobody but the cluster can reach its network"
+                        f"Make keys with 'kvbus keys' ({docs_url('security')}), or write "
+                        "insecure = true if only the cluster can reach its network"
                     )
         return cls()
 

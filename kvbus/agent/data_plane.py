@@ -21,7 +21,7 @@ from kvbus.agent.config import AgentConfig, bind_host
 from kvbus.agent.loop import failure, in_thread
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess
-from kvbus.errors import ConfigError, KVBusError, TransferFailed
+from kvbus.errors import ConfigError, KVBusError, TransferFailed, docs_url
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
 
@@ -192,7 +192,7 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
     raise ConfigError(
         "key 'data_interfaces': needed, because peer_bind or events_bind is not loopback: name the "
         "network interfaces or RDMA devices that KV passes over, and let only agents reach their "
-        "ports (docs/security.md)",
+        f"ports ({docs_url('security')})",
         key="data_interfaces",
     )
 

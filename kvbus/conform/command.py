@@ -54,8 +54,8 @@ def conform(
 
     COMMAND is started with `KVBUS_ATTACH`, the path of the attach socket, and `KVBUS_ROLE`. It
     reads on stdin what to offer or fetch, and reports the results on stdout: see
-    docs/conformance.md. The agent replies late, refuses, crashes and restarts; it maps the engine's
-    memory and compares it. No NIXL, GPU or other agent is needed.
+    https://kvbus.github.io/kvbus/conformance/. The agent replies late, refuses, crashes and
+    restarts; it maps the engine's memory and compares it. No NIXL, GPU or other agent is needed.
 
     Exit status 0: no rule was broken. 1: a rule was broken. 2: bad option or command.
     """

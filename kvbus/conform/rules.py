@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbus.errors import ProtocolError
+from kvbus.errors import ProtocolError, docs_url
 
 MAX_SEEN = 3
-PAGE = "docs/protocol-engine.md"
+PAGE = "protocol-engine"
 
 
 class Rule(NamedTuple):
@@ -166,5 +166,5 @@ class Book:
         seen = list(dict.fromkeys(violations))[:MAX_SEEN]
         if verdict is Verdict.UNTRIED:
             seen = [self._untried.get(rule.name, "it was not observed")]
-        page = f"{PAGE}#{rule.anchor}"
+        page = docs_url(PAGE, rule.anchor)
         return RuleOutcome(rule.name, verdict, page, rule.text, num_checks, len(violations), seen)

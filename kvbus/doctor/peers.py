@@ -16,7 +16,7 @@ from kvbus.bus.connection import resolve
 from kvbus.bus.sockets import host_of
 from kvbus.clocks import ClockOffset, Exchange
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
-from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout, docs_url
 from kvbus.output import waiting_for
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import MAX_TEXT_CHARS, R, Request
@@ -243,7 +243,7 @@ def _keys(peer: QueriedAgent, reader: QueriedAgent) -> Finding:
     if len(has_key) == 1:
         lacks = reader if has_key == [peer] else peer
         found = f"{has_key[0].name} has a key, {lacks.name} has none"
-        fix = "Give both key_file and authorized_keys (docs/security.md), or neither."
+        fix = f"Give both key_file and authorized_keys ({docs_url('security')}), or neither."
         return _finding(peer, "keys", ERROR, found, why, fix)
     problems, commands = [], []
     for one, other in ((reader, peer), (peer, reader)):
@@ -307,8 +307,8 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
         why="A decode agent copies memory that it maps in one pass. UCX reads the rest, through "
         "shared memory within one PID namespace, and else over TCP, at a fraction of the speed.",
         fix="Mount the prefill agent's runtime_dir into the decode agent's container, at the same "
-        "path, with both agents of one user (docs/kubernetes.md, pods of one node); or give both "
-        "one PID namespace.",
+        f"path, with both agents of one user ({docs_url('kubernetes')}, pods of one node); or give "
+        "both one PID namespace.",
     )
 
 

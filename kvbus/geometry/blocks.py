@@ -22,14 +22,12 @@ BlockIds = npt.NDArray[np.uint32]
 
 
 class BlockTable(msgspec.Struct, frozen=True):
-    """The blocks of one group, from block ``first_block`` of the request on; see [Block
-    tables](#block-tables).
-    """
+    """The blocks of one group; see [Block tables](#block-tables)."""
 
     ids: bytes
-    """Up to 1,048,576 block ids as little-endian uint32, 4 bytes each."""
+    """Up to 1,048,576 block ids as little-endian uint32."""
     first_block: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)] = 0
-    """Which block of the request the first id is."""
+    """Block of the request that the first id is."""
 
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":

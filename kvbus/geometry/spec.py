@@ -47,41 +47,34 @@ class Axis(msgspec.Struct, frozen=True):
     """One axis of a region."""
 
     name: AxisName
-    """Dimension that changes along it."""
     size: Count
-    """Number of indices."""
     stride_bytes: SizeBytes
-    """Bytes from one index to the next."""
 
 
 class Segment(msgspec.Struct, frozen=True):
     """One shared memory object."""
 
     segment_id: Name
-    """Name, unique within the rank."""
+    """Unique within the rank."""
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-    """Bytes."""
 
 
 class Region(msgspec.Struct, frozen=True):
-    """The memory of one tensor on one rank, of one layer or of several; see [Memory](#memory)."""
+    """The memory of one tensor on one rank; see [Memory](#memory)."""
 
     segment_id: Name
-    """The segment that holds it."""
     offset_bytes: SizeBytes
-    """Where its first element starts."""
+    """First element."""
     group: Name
-    """The group of its layers."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """The layers along the layer axis, in that order."""
+    """Along the layer axis, in that order."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """The parts along the kv axis, in that order."""
+    """Along the kv axis, in that order."""
     first_head: Index
-    """First global KV head, or unit of a state, along the head axis."""
+    """First global KV head, or unit of a state."""
     num_heads: Count
-    """Number of heads, or units, along the head axis."""
     axes: Annotated[tuple[Axis, ...], msgspec.Meta(min_length=1, max_length=6)]
-    """Its axes in any order, none twice. An axis of size 1 may be left out."""
+    """None twice. An axis of size 1 may be absent."""
 
     def size(self, name: AxisName) -> int:
         return next((axis.size for axis in self.axes if axis.name is name), 1)
@@ -91,14 +84,13 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """One named part of an opaque state. Units are to it what KV heads are to attention."""
+    """One named part of an opaque state. Its units are like KV heads."""
 
     name: Name
-    """Name of the part, unique in the group."""
+    """Unique in the group."""
     num_units: Count
-    """Units of the part for one layer, over all ranks of a stage. 1: every rank holds all of it."""
+    """For one layer, over all ranks of a stage. 1: each rank holds all of it."""
     unit_bytes: Count
-    """Bytes of one unit."""
 
 
 class PartShape(NamedTuple):
@@ -112,13 +104,13 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """Layers that share a block table; with ``state``, opaque bytes."""
 
     name: Name
-    """Name of the group, the same on both sides."""
+    """The same on both sides."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """Numbers of the layers, in the model's counting. A state that is of no layer has layer 0."""
+    """In the model's counting; 0 for a state of no layer."""
     block_size: Count
-    """Tokens in a block."""
+    """In tokens."""
     num_kv_heads: Count
-    """KV heads of the whole model, over all ranks. 1 for a latent."""
+    """Over all ranks; 1 for a latent."""
     head_dim: Count
     """Elements of one head, or of the latent."""
     dtype: Name
@@ -128,13 +120,13 @@ class GroupSpec(msgspec.Struct, frozen=True):
         KvPart.KEY,
         KvPart.VALUE,
     )
-    """Parts of each layer: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape."""
+    """``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape."""
     window: Count | None = None
-    """Tokens of a sliding window; nil for full attention."""
+    """Tokens of a sliding window."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
-    """The parts of an [opaque state](#memory), for which most of the above is fixed."""
+    """The parts of an [opaque state](#memory)."""
     optional: bool = False
-    """Whether an engine of the other side may be without this group."""
+    """The other side may be without this group."""
 
     def part_shape(self, part: str) -> PartShape:
         """Return the shape; for a state, units and bytes per unit. Raises `KeyError`."""
@@ -174,16 +166,15 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Shape of an engine, known to both sides."""
 
     engine_id: Name
-    """Name of the engine, unique at its agent."""
+    """Unique at its agent."""
     model: Name
-    """Names weights and revision. KV is exchanged only between equal ones."""
+    """Weights and revision. KV is exchanged only between equal ones."""
     tp_size: Count
     """Ranks of one pipeline stage."""
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """All groups, with names that differ. No part of a layer is in two, except in
-    states."""
+    """No part of a layer is in two, except in states."""
     pp_size: Count = 1
-    """Pipeline stages. Rank numbers count through them: ``stage * tp_size`` + number within."""
+    """Pipeline stages. Rank numbers are ``stage * tp_size`` + number within."""
 
     @property
     def num_ranks(self) -> int:
@@ -200,11 +191,11 @@ class RankSpec(msgspec.Struct, frozen=True):
     """The memory of one worker of an engine."""
 
     rank: Index
-    """Number of the rank, below ``tp_size * pp_size``."""
+    """Below ``tp_size * pp_size``."""
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """Its shared memory, with ids that differ."""
+    """With ids that differ."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
-    """Its tensors. Together they hold each part of each layer of its stage once."""
+    """Together they hold each part of each layer of its stage once."""
 
     @property
     def num_blocks(self) -> dict[str, int]:
@@ -212,23 +203,17 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Tile(msgspec.Struct, frozen=True):
-    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
-    [Packed reads](#packed-reads). Positions are those of the group's block table; for all but a
-    state these are tokens.
+    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see [Packed
+    reads](#packed-reads).
     """
 
     group: Name
-    """The group."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """Layers of the group, none twice; the order is that along the layer axis."""
+    """In the order along the layer axis, none twice."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """Parts of the group with heads of one size, none twice; the order is that along the kv
-    axis."""
+    """With heads of one size, in the order along the kv axis, none twice."""
     first_head: Index
-    """First global KV head, or unit."""
     num_heads: Count
-    """Number of heads, or units."""
     start: Index
-    """First position of the block table."""
     stop: Index
-    """One past the last position; over ``start``."""
+    """Over ``start``."""

@@ -36,7 +36,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
-"""ZeroMQ endpoint of the agent's peer socket."""
+"""Peer socket of the agent."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
@@ -44,34 +44,24 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """[Number](#order-behind-gpu-work) that the engine's ranks must have written; 0 for none."""
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-"""Urgency of the request; see [priority](#priority)."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
-"""Credential of at least 128 random bits. Never publish or log it."""
 
 MinProtocol = int
-"""Lowest protocol version that the sender supports."""
 MaxProtocol = int
-"""Highest protocol version that the sender supports."""
 Protocol = int
-"""Protocol version that both sides use from now on."""
 AgentId = Id
-"""Id of the agent."""
 AgentBoot = Id
-"""Boot id of the agent's process; any other is ``stale``."""
+"""Any other is ``stale``."""
 ServerKey = Text
 """CURVE key of the agent, in Z85; empty without keys."""
 EngineId = Id
-"""Id of the engine."""
 OfferId = Id
-"""Id of the offer."""
 FetchId = Id
-"""Id of the fetch."""
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-"""Epoch of the lease."""
 MemoryId = Id
-"""The ``memory_id`` from the reply to ``handshake``. It is ``stale`` if the ranks have changed."""
+"""From the reply to ``handshake``; ``stale`` if the ranks have changed."""
 RankSecret = Secret
-"""The ``rank_secret`` from this agent's reply to ``handshake``."""
+"""From this agent's reply to ``handshake``."""
 
 REDACTED = frozenset(
     {"secret", "token", "rank_secret", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
@@ -219,9 +209,8 @@ class ErrorBody(Message, frozen=True):
     """The ``error`` of a reply."""
 
     code: ErrorCode
-    """Reason, for programs."""
     message: Text
-    """Reason, for people."""
+    """For people."""
     detail: dict[str, Scalar] = {}
     """Plain values, such as the field and the values of both sides."""
 

@@ -41,16 +41,12 @@ CLOCK_TOLERANCE_S = 30
 """Largest difference between the clocks of two agents."""
 PackedTables = Annotated[str, msgspec.Meta(max_length=131_072)]
 Audience = Text
-"""The only decode engine or agent that may use it, where tickets are signed; empty for any."""
+"""Only this decode engine or agent may use it, where tickets are signed."""
 IssuedAt = Size
-"""Time of the signature, in seconds since 1970; 0 without a signature."""
 ExpiresAt = Size
-"""End of its validity, in seconds since 1970; 0 without a signature."""
 Version = int
-"""Version of the ticket or rendezvous: 1."""
 Signature = Text
-"""64 hexadecimal digits; see [Signed tickets](#signed-tickets). Empty where tickets are not signed.
-"""
+"""See [Signed tickets](#signed-tickets); empty without keys."""
 
 
 class RouterTicket(Redacted, frozen=True):
@@ -90,35 +86,31 @@ class Ticket(RouterTicket, frozen=True):
 
     agent_id: AgentId
     agent_boot: Id
-    """Boot id of its process."""
     endpoint: Endpoint
     engine_id: EngineId
     engine_instance: Id
-    """Instance of the engine: the ``instance`` of its control session, or one that the agent chose.
-    """
+    """The ``instance`` of its control session, or one that the agent chose."""
     offer_id: OfferId
     request_id: Id
-    """The prefill engine's id of the request."""
     num_tokens: Tokens
-    """Tokens that were ready when the ticket was made; more may follow."""
+    """Ready when the ticket was made; more may follow."""
     secret: Secret
     """The right to acquire or withdraw the offer."""
     server_key: ServerKey = ""
     audience: Audience = ""
     prompt_digest: Text = ""
-    """As in ``offer``."""
+    """[Digest of the prompt](#prompt-digest)."""
     issued_at_s: IssuedAt = 0
     expires_at_s: ExpiresAt = 0
     kvbus: Version = TICKET_VERSION
     signature: Signature = ""
     blocks: PackedTables = ""
-    """Block tables of an offer with blocks that are not written any longer: base64 of the msgpack
-    map ``tables`` of ``offer``. A reader may read these blocks immediately, and ``commit`` the
-    offer after the last byte. Empty if the offer was open or has too many blocks."""
+    """Base64 of the msgpack map ``tables`` of an offer whose blocks are not written any longer: a
+    reader may read them immediately. Empty if the offer was open, or has too many blocks."""
     traceparent: Text = ""
-    """As in ``offer``. Not signed."""
+    """Not signed."""
     cell: CellName = 0
-    """As in ``offer``. Not signed: a wrong value only makes the fetch slower."""
+    """Not signed: a wrong value only makes the fetch slower."""
 
     def tables(self) -> dict[str, BlockTable]:
         """Return the block tables in ``blocks``. Raises `ProtocolError`."""
@@ -146,7 +138,7 @@ class Rendezvous(RouterTicket, frozen=True):
     endpoint: Endpoint
     server_key: ServerKey = ""
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)] = ""
-    """Router's name of the request, for logs."""
+    """For logs."""
     audience: Audience = ""
     issued_at_s: IssuedAt = 0
     expires_at_s: ExpiresAt = 0

@@ -35,50 +35,44 @@ MAX_SPANS = 512
 MAX_OTHERS = 64
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""Returned unchanged, to make the reply large."""
+"""Returned unchanged, for a large reply."""
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """An agent's view of another agent, and its own key."""
+    """An agent's view of another one, and its own key."""
 
     server_key: ServerKey = ""
     roles: tuple[Text, ...] = ()
-    """Roles that the agent trusts ``key`` with."""
+    """With which the agent trusts ``key``."""
     listed: bool = False
-    """Whether ``peer`` is in the configuration of a decode agent."""
+    """In the configuration of a decode agent."""
     connected: bool = False
-    """Whether that peer is ready for the first fetch."""
+    """Ready for the first fetch."""
     num_routes: Size = 0
-    """Number of routes from engines of ``peer``, created by handshakes."""
+    """Created by handshakes."""
     problem: Text = ""
-    """Reason why it is not connected, or why the last handshake failed; for people."""
+    """Why it is not connected, or the last handshake failed."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
     """Memory that an agent lends or maps; see [Memory socket](#memory-socket)."""
 
     machine: Text = ""
-    """Boot id of the agent's kernel."""
     uid: Size = 0
-    """UID of the agent's process."""
     mount_namespace: Text = ""
-    """Its mount namespace, if the kernel names it."""
     pid_namespace: Text = ""
-    """Its PID namespace: UCX reads the memory of another one over TCP."""
+    """UCX reads the memory of another one over TCP."""
     path: Text = ""
-    """Path of a prefill agent's memory socket; empty if it has none."""
     closed: Text = ""
-    """Reason why it neither lends nor maps memory, for people; empty if it may."""
+    """Why it shares no memory."""
     engines: dict[str, Text] = {}
-    """For each engine that a decode agent has connected to, ``open``, or the reason why its memory
-    is not mapped."""
+    """For each engine that a decode agent knows: ``open``, or why its memory is not mapped."""
 
 
 class Fault(msgspec.Struct, frozen=True):
     """One problem of an agent."""
 
     what: Text
-    """The problem, for people."""
     do: Text
     """The remedy."""
 
@@ -87,102 +81,89 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """One process of an agent."""
 
     name: Text
-    """``control``, or ``data`` for the process that moves KV."""
+    """``control``, or ``data``, which moves KV."""
     pid: Size = 0
-    """Process id; 0 while it does not run."""
+    """0 while it does not run."""
     cpu_s: AnySeconds = 0.0
-    """CPU time since its start."""
     memory_bytes: Size = 0
-    """Memory, without KV and other shared memory."""
+    """Without KV and other shared memory."""
     num_restarts: Size = 0
-    """Number of restarts."""
     last_end: Text = ""
-    """Reason why its predecessor ended, for people."""
+    """Reason why its predecessor ended."""
     gpu_bytes: dict[Text, Size] = msgspec.field(default_factory=dict)
-    """Memory that it has taken of each GPU, by UUID: its CUDA context, and staging slots if they
-    are there. GPUs of unknown use are absent."""
+    """By UUID: its CUDA context and staging slots. GPUs of unknown use are absent."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """Memory of a prefill agent for parked offers of one engine."""
+    """Memory for parked offers of one engine."""
 
     engine_id: Text
-    """Id of the engine."""
     engine_instance: Text = ""
-    """Instance of the pool, for a handshake."""
     size_bytes: Size = 0
-    """Size of the pool."""
     used_bytes: Size = 0
-    """Bytes of the blocks in use."""
     num_offers: Size = 0
-    """Number of parked offers."""
     is_attached: bool = True
-    """Whether the engine is here: parked offers outlive it."""
+    """False after the end of the engine."""
 
 
 class AgentStatus(Message, frozen=True):
     agent_id: AgentId
     role: AgentRole
     engines: dict[str, bool]
-    """Engine ids, and whether each is ready."""
+    """Whether each is ready."""
     draining: bool
-    """Whether the agent refuses new offers or fetches."""
+    """It accepts no new offers or fetches."""
     counts: dict[str, int]
-    """Numbers of offers, leases, fetches and other objects that it holds."""
+    """Offers, leases, fetches and other objects."""
     data_endpoints: tuple[Text, ...] = ()
-    """HOST:PORT of each TCP socket at which the agent's NIXL listens. Only for senders with a key,
-    or of the same user (or root) on this machine."""
+    """HOST:PORT of the TCP sockets of its NIXL. *Private*: only for senders with a key, or of the
+    same user (or root) on this machine."""
     history: tuple[Text, ...] = ()
-    """Last events of the requested fetch or offer, for people."""
+    """Last events, for people."""
     sharing: Sharing | None = None
-    """State of memory sharing with agents of the same machine. Only for the senders that get
-    ``data_endpoints``."""
+    """Private."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Agents that do not answer pings, by endpoint: seconds of silence."""
+    """By endpoint: seconds without an answer to pings."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
-    """The ``engine_instance`` of each engine in tickets."""
+    """As in tickets."""
     peer_endpoint: Text = ""
-    """Address of this socket for others: the ``endpoint`` in tickets."""
+    """As in tickets."""
     events_endpoint: Text = ""
-    """Address of its events socket."""
     echo: Echo = ""
     view: PeerView | None = None
-    """View of the requested ``peer``."""
     faults: tuple[Fault, ...] = ()
-    """Current problems, if requested. Only for the senders that get ``data_endpoints``."""
+    """Private."""
     processes: tuple[ProcessStatus, ...] = ()
-    """Processes of the agent. Only for the senders that get ``data_endpoints``."""
+    """Private."""
     pools: dict[str, PoolStatus] = msgspec.field(default_factory=dict)
-    """Pools of parked offers, by the ``engine_id`` that their readers use."""
+    """By the ``engine_id`` that their readers use."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, allowed_roles=Role)
 class Status(Request[AgentStatus], frozen=True):
-    """Get the state of an agent; subscribers resynchronize with it."""
+    """Get the state of an agent."""
 
     fetch_id: Text = ""
-    """Fetch of this decode agent, to get its ``history``."""
+    """To get its ``history``."""
     offer_id: Text = ""
-    """Offer of this prefill agent, to get its ``history``."""
+    """To get its ``history``."""
     echo: Echo = ""
     peer: Text = ""
-    """Endpoint of another agent, to get the ``view`` of it. ``key`` alone is enough."""
+    """Endpoint of another agent, for its ``view``; ``key`` alone is enough."""
     key: Text = ""
     """CURVE key of that agent, in Z85."""
     faults: bool = False
-    """Whether to return ``faults``."""
 
 
 class Predicted(Message, frozen=True):
     predicted_s: AnySeconds
-    """Seconds from the request of the fetch to its end."""
+    """From the request of the fetch to its end."""
     num_bytes: Size
-    """Bytes that it would move."""
     decode_engine: EngineId
     path: Text = ""
-    """Path of the read. Empty if the engines have not connected; then the prediction is a guess."""
+    """Empty if the engines have not connected: the prediction is a guess."""
     num_observed: Size = 0
-    """Number of handoffs from that agent on this path that have corrected the prediction."""
+    """Handoffs that have corrected the prediction."""
 
 
 @request(
@@ -195,39 +176,36 @@ class Cost(Request[Predicted], frozen=True):
     """Predict the duration of a fetch at a decode agent now, for routers. It changes nothing."""
 
     endpoint: Endpoint
-    """Endpoint of the prefill agent, as in its tickets."""
+    """The prefill agent, as in its tickets."""
     num_tokens: Tokens
-    """Tokens of the request, including those in the decode engine's cache."""
+    """Including those in the decode engine's cache."""
     first_token: Tokens = 0
-    """Number of tokens that the decode engine has already."""
+    """Number of tokens in that cache."""
     prefill_engine: Text = ""
-    """Id of the prefill engine. May be empty if the two agents know only one."""
+    """May be empty if the agents know only one."""
     decode_engine: Text = ""
-    """Id of the decode engine. May be empty if this agent has only one."""
+    """May be empty if the agent has only one."""
 
 
 class Span(Redacted, frozen=True):
     """A time interval by the agent's own clock."""
 
     name: Id
-    """Kind of the span: ``offer`` or ``fetch``, a state of one, or a step of a read."""
+    """``offer`` or ``fetch``, a state of one, or a step of a read."""
     start_s: float
-    """Start, by the agent's clock."""
     end_s: float | None = None
-    """End, by the agent's clock; nil while in progress."""
+    """Nil while in progress."""
     depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     """0 for an offer or a fetch. A span is part of the nearest earlier span with a smaller depth.
     """
     about: Text = ""
-    """Distinguishes several, such as the transfers of a read; empty if there is only one."""
+    """Distinguishes several."""
     error: Text = ""
-    """Error that ended it; empty for none."""
     attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
-    """Further plain values."""
 
 
 class OtherAgent(Redacted, frozen=True):
-    """Another agent with a part in the traced request."""
+    """Another agent with a part in it."""
 
     endpoint: Endpoint
     server_key: ServerKey = ""
@@ -237,31 +215,27 @@ class Traced(Message, frozen=True):
     agent_id: AgentId
     role: AgentRole
     boot: Id
-    """Boot id of the agent."""
     now_s: float
-    """The agent's clock at the reply, in seconds since an arbitrary time."""
+    """The agent's clock, from an arbitrary start."""
     wall_s: float
-    """The machine's clock at the reply, in seconds since 1970."""
+    """The machine's clock, since 1970."""
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
-    """Spans that the agent has kept, oldest first."""
+    """Oldest first."""
     cut: bool = False
-    """Whether the agent has kept more than fits: the oldest entries are left out."""
+    """Older entries did not fit."""
     agents: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
-    """Agents with a part in it."""
 
 
 @request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, allowed_roles=Role)
 class Trace(Request[Traced], frozen=True):
-    """Get the spans of a request, an offer or a fetch, and the agent's clock; see
-    [Traces](#traces).
-    """
+    """Get the spans of a request, an offer or a fetch; see [Traces](#traces)."""
 
     request_id: Text = ""
-    """A request, by its id in the ticket or rendezvous."""
+    """As in the ticket or rendezvous."""
     offer_id: Text = ""
-    """An offer of this agent, or of another agent that had tiles gathered here."""
+    """An offer of this agent, or with tiles gathered here."""
     fetch_id: Text = ""
-    """A fetch of this agent, or of another agent that had a part read here."""
+    """A fetch of this agent, or with a part read here."""
 
 
 class TraceResult(Redacted, frozen=True):
@@ -331,7 +305,7 @@ def trace_attributes(*texts: str) -> dict[str, str]:
 
 @event("heartbeat")
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. Published every 2 s (``heartbeat_s``)."""
+    """The agent is alive; every 2 s (``heartbeat_s``)."""
 
     seqs: dict[str, Size]
     """Last ``seq`` of each topic."""
@@ -343,30 +317,26 @@ class OfferEvent(Message, frozen=True):
 
     offer_id: OfferId
     num_tokens: Tokens
-    """Number of tokens that are ready."""
+    """Tokens that are ready."""
     outcome: Text = ""
-    """As in ``released``; empty while the offer lives."""
+    """Empty while the offer lives."""
 
 
 @event("offer.parked")
 class OfferParked(Message, frozen=True):
-    """An offer was parked: its blocks are in a pool of the agent now."""
+    """An offer was parked. The other fields name its pool, as in a ticket."""
 
     offer_id: OfferId
     engine_id: EngineId
-    """Id of the pool, for ``handshake`` and ``acquire``."""
     engine_instance: Text
-    """Instance of the pool."""
     blocks: PackedTables = ""
-    """Blocks of the pool, as in a ticket."""
     cell: CellName = 0
-    """Cell of the pool's page, as in a ticket."""
 
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
-    """A lease was granted, was revoked by a withdrawal or a new acquire, has expired, or was ended
-    by its reader.
+    """A lease was granted, revoked by a withdrawal or a new acquire, has expired, or was ended by
+    its reader.
     """
 
     offer_id: OfferId
@@ -379,15 +349,13 @@ class FetchEvent(Message, frozen=True):
 
     fetch_id: FetchId
     request_id: Text
-    """Request id from the ticket."""
     code: Text = ""
-    """As in the reply to ``fetch``; empty if it completed."""
+    """Empty if it completed."""
 
 
 @event("engine.ready", "engine.lost")
 class EngineEvent(Message, frozen=True):
-    """An engine is ready for use, or was lost. Pools of parked offers are engines here, too."""
+    """An engine is ready, or was lost. Pools are engines here, too."""
 
     engine_id: EngineId
     engine_instance: Text = ""
-    """As in tickets."""

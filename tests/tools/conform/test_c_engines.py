@@ -12,7 +12,8 @@ import pytest
 from tests.support.agents import AgentProcess, Agents, wait_until
 from tests.tools.conform.conftest import ROLES, Play, Run
 
-SOURCES = Path(__file__).parents[3] / "examples" / "c"
+ROOT = Path(__file__).parents[3]
+SOURCES = ROOT / "examples" / "c"
 PROBE = b"#include <zmq.h>\n#include <msgpack.h>\nint main(void) { return 0; }\n"
 NEEDED = "gcc make libzmq3-dev libmsgpack-dev"
 
@@ -32,10 +33,30 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def built_by_cmake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs that the command of the page builds; skips without CMake."""
+    folder = tmp_path_factory.mktemp("cmake")
+    if not all(map(shutil.which, ("cmake", "pkg-config", "c++"))):
+        pytest.skip(f"no CMake here: on Debian, install {NEEDED} g++ cmake pkg-config")
+    page = (ROOT / "docs" / "minimal-engine.md").read_text()
+    command = next(line for line in page.splitlines() if "cmake -S" in line)
+    subprocess.run(  # noqa: S602  our own page
+        command.replace("build/c", str(folder)).replace("-S", "-DKVBUS_WERROR=ON -S"),
+        shell=True,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
 class Engine:
-    def __init__(self, program: Path, agent: AgentProcess) -> None:
+    def __init__(self, program: Path, agent: AgentProcess, *arguments: str) -> None:
         env = {**os.environ, "KVBUS_ATTACH": str(agent.attach), "KVBUS_ROLE": agent.role}
-        self._process = subprocess.Popen([program], env=env, stdin=PIPE, stdout=PIPE, text=True)
+        self._process = subprocess.Popen(
+            [program, *arguments], env=env, stdin=PIPE, stdout=PIPE, text=True
+        )
         assert self._process.stdin
         assert self._process.stdout
         self._lines, self._answers = self._process.stdin, self._process.stdout
@@ -128,3 +149,15 @@ def test_engines_in_c_hand_kv_over_and_survive_their_agents(
 
     assert source.told("released", 10) == "lost"
     assert hand_over(source, target, 11, 100) == "completed 0"
+
+
+def test_engines_of_the_cmake_project_hand_kv_over(built_by_cmake: Path, fresh: Agents) -> None:
+    fresh.start(prefill := fresh.prepare("prefill"), decode := fresh.prepare("decode"))
+    target = Engine(built_by_cmake / "decode", decode)
+    source = Engine(built_by_cmake / "offer", prefill, "7", "100")
+    target.say("fetch", 7, 0, 100, source.told("ticket", 7))
+
+    assert target.told("fetched", 7) == "completed 0"
+    assert source.told("released", 7) == "completed"
+    for engine in (source, target):
+        engine.end()

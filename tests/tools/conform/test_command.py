@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
+from kvbus.errors import docs_url
 from tests.tools.conform.conftest import ROLES, engine
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -78,4 +79,4 @@ def test_scenes_and_rules_are_those_of_the_pages(role: str) -> None:
     assert unknown.exit_code == 2
     _, _, known = unknown.stderr.partition("no scene nothing; there are ")
     assert set(known.strip().split(", ")) == scenes
-    assert {rule["page"] for rule in rules} <= {f"docs/protocol-engine.md#{one}" for one in anchors}
+    assert {rule["page"] for rule in rules} <= {docs_url("protocol-engine", one) for one in anchors}

@@ -1,6 +1,6 @@
-/* One session with the agent: the attach connection, requests and their answers, notices. */
+/* One session with the agent: the attach connection, requests and replies, notices. */
 #define _GNU_SOURCE
-#include "engine.h"
+#include "client.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -9,19 +9,20 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 #include <zmq.h>
 
-enum { MAX_REQUESTS = 256, MAX_TEXT = 300, ID_CHARS = 33 };
+enum { MAX_REQUESTS = 256, MAX_TEXT = REFUSAL_CHARS, ID_CHARS = 33 };
 
 typedef struct {
-    uint64_t id; /* 0: this place is free */
+    uint64_t id; /* 0: free */
     char op[16];
     char *body;
     size_t body_size;
-    double again; /* when to ask again after `busy`; 0: it waits for its answer */
+    double again; /* time of the retry after `busy`; 0: it waits for its reply */
     on_reply then;
-    long name; /* of the job that it is about */
+    intptr_t of; /* of the caller */
 } request;
 
 struct session {
@@ -30,10 +31,18 @@ struct session {
     void *socket;
     uint64_t next_id;
     double heard;
+    on_notice notice;
+    void *notice_context;
     request requests[MAX_REQUESTS];
 };
 
 static void *context;
+
+double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
+}
 
 static void random_id(char to[ID_CHARS]) {
     uint8_t bytes[16];
@@ -48,6 +57,8 @@ static void random_id(char to[ID_CHARS]) {
 static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
     char control[CMSG_SPACE(sizeof fd)] = {0}, frame[1024];
     size_t size = message->size;
+    if (size + 4 > sizeof frame)
+        return false;
     for (unsigned i = 0; i < 4; i++)
         frame[i] = (char)(size >> 8 * i);
     memcpy(frame + 4, message->data, size);
@@ -65,9 +76,9 @@ static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
                         send(attach, frame + sent, size + 4 - (size_t)sent, MSG_NOSIGNAL) > 0);
 }
 
-/* Send a message and unpack the reply; false when the agent is gone. It ends at a refusal. */
-static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unpacked *reply) {
-    static char body[65536];
+/* Send a message and unpack the reply; false if the agent is gone, or refuses with this message. */
+static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unpacked *reply, char *refusal) {
+    char body[65536];
     uint8_t length[4];
     msgpack_unpacked_init(reply);
     if (!send_attach(attach, message, fd) || recv(attach, length, 4, MSG_WAITALL) != 4)
@@ -79,13 +90,11 @@ static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unp
         return false;
     if (get(&reply->data, "ok"))
         return true;
-    char why[MAX_TEXT];
-    copy_text(get(get(&reply->data, "error"), "message"), why, sizeof why);
-    fprintf(stderr, "the agent refuses to attach: %s\n", why);
-    exit(1);
+    copy_text(get(get(&reply->data, "error"), "message"), refusal, REFUSAL_CHARS);
+    return false;
 }
 
-static bool say_hello(session *s) {
+static bool say_hello(session *s, const char *engine_id, char *refusal) {
     msgpack_sbuffer message;
     msgpack_packer pk;
     begin(&message, &pk);
@@ -94,10 +103,10 @@ static bool say_hello(session *s) {
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 4);
     pack_text(&pk, "min_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
     pack_text(&pk, "max_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
-    pack_text(&pk, "engine_id"), pack_text(&pk, ENGINE_ID);
+    pack_text(&pk, "engine_id"), pack_text(&pk, engine_id);
     pack_text(&pk, "boot"), pack_text(&pk, s->boot);
     msgpack_unpacked welcome;
-    bool done = call(s->attach, &message, -1, &welcome);
+    bool done = call(s->attach, &message, -1, &welcome, refusal);
     if (done) {
         char endpoint[MAX_TEXT];
         int none = 0;
@@ -114,24 +123,25 @@ static bool say_hello(session *s) {
     return done;
 }
 
-static bool pass_memory(session *s, const char *id, size_t size, int memory) {
+static bool pass_memory(session *s, const segment *memory, char *refusal) {
     msgpack_sbuffer message;
     msgpack_packer pk;
     begin(&message, &pk);
     msgpack_pack_map(&pk, 2);
     pack_text(&pk, "op"), pack_text(&pk, KVBUS_OP_SEGMENT);
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
-    pack_text(&pk, "segment_id"), pack_text(&pk, id);
-    pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, size);
-    pack_text(&pk, "kind"), pack_text(&pk, id);
+    pack_text(&pk, "segment_id"), pack_text(&pk, memory->id);
+    pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, memory->size);
+    pack_text(&pk, "kind"), pack_text(&pk, memory->kind);
     msgpack_unpacked reply;
-    bool done = call(s->attach, &message, memory, &reply);
+    bool done = call(s->attach, &message, memory->fd, &reply, refusal);
     msgpack_unpacked_destroy(&reply);
     msgpack_sbuffer_destroy(&message);
     return done;
 }
 
-session *session_open(const char *path, int memory) {
+session *session_open(const char *path, const char *engine_id, const segment *segments, unsigned count,
+                      char refusal[REFUSAL_CHARS]) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     session *s = calloc(1, sizeof *s);
     if (!context)
@@ -143,13 +153,19 @@ session *session_open(const char *path, int memory) {
         abort();
     s->next_id = 1 + (first_id >> 12), s->heard = now();
     s->attach = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (connect(s->attach, (struct sockaddr *)&address, sizeof address) || !say_hello(s) ||
-        (memory >= 0 && !pass_memory(s, "kv", cache_bytes(), memory)) ||
-        (memory >= 0 && cells_open() >= 0 && !pass_memory(s, "cells", CELLS_BYTES, cells_open()))) {
-        session_close(s);
-        return NULL;
-    }
-    return s;
+    refusal[0] = 0;
+    bool done = !connect(s->attach, (struct sockaddr *)&address, sizeof address) &&
+                say_hello(s, engine_id, refusal);
+    for (unsigned i = 0; done && i < count; i++)
+        done = pass_memory(s, &segments[i], refusal);
+    if (done)
+        return s;
+    session_close(s);
+    return NULL;
+}
+
+void session_on_notice(session *s, on_notice then, void *context) {
+    s->notice = then, s->notice_context = context;
 }
 
 static void forget(request *r) {
@@ -175,7 +191,7 @@ bool session_lost(const session *s) {
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-/* Requests: each is sent once, and waits for its answer while the session lives. */
+/* Requests: each is sent once, and waits for its reply while the session lives. */
 
 static void post(session *s, request *r) {
     msgpack_sbuffer frame;
@@ -193,28 +209,27 @@ static void post(session *s, request *r) {
     r->again = 0;
 }
 
-void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name) {
+bool session_request(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, intptr_t of) {
     request *r = s->requests;
     while (r->id)
-        if (++r == s->requests + MAX_REQUESTS) {
-            fprintf(stderr, "too many requests\n");
-            exit(1);
-        }
+        if (++r == s->requests + MAX_REQUESTS)
+            return false;
     snprintf(r->op, sizeof r->op, "%s", op);
     r->body_size = body ? body->size : 1;
     r->body = malloc(r->body_size);
     memcpy(r->body, body ? body->data : "\x80", r->body_size); /* an empty map */
-    r->then = then, r->name = name;
+    r->then = then, r->of = of;
     post(s, r);
     if (!then)
-        forget(r); /* any message is a sign of life: the answer to a ping need not be known */
+        forget(r); /* any message is a sign of life: the reply to a ping is not needed */
+    return true;
 }
 
 static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     request *r = s->requests;
     while (r->id != id)
         if (++r == s->requests + MAX_REQUESTS)
-            return; /* that of a ping */
+            return; /* reply to a ping */
     const msgpack_object *error = get(message, "error");
     if (is_text(get(error, "code"), KVBUS_CODE_BUSY)) {
         r->again = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
@@ -224,22 +239,23 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     if (error)
         copy_text(get(error, "code"), code, sizeof code);
     on_reply then = r->then;
-    long name = r->name;
+    intptr_t of = r->of;
     forget(r);
-    then(name, get(message, "ok"), error ? code : NULL);
+    then(of, get(message, "ok"), error ? code : NULL);
 }
 
 static void take(session *s, const msgpack_object *message) {
     const msgpack_object *re = get(message, "re");
     if (!is_text(get(message, "boot"), s->agent_boot))
-        return; /* of an agent that was here before, or comes next: its attach connection tells */
+        return; /* of an earlier agent, or of the next one: the attach connection ends then */
     s->heard = now();
     if (re && re->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
         take_reply(s, re->via.u64, message);
     else if (!re) {
         char op[MAX_TEXT];
         copy_text(get(message, "op"), op, sizeof op);
-        on_notice(op, get(message, "body"));
+        if (s->notice)
+            s->notice(s->notice_context, op, get(message, "body"));
     }
 }
 
@@ -260,6 +276,6 @@ void session_work(session *s) {
             post(s, r);
     if (now() > s->heard + 1.0) {
         s->heard = now();
-        ask(s, KVBUS_OP_PING, NULL, NULL, 0);
+        session_request(s, KVBUS_OP_PING, NULL, NULL, 0);
     }
 }
