@@ -108,6 +108,7 @@ NOTHING = ('""', "[]", "{}", "0", "0.0", "false", "all 0")
 """Defaults that the page shows by a question mark."""
 NAMING = ("message", "attach", "engine", "peer", "tools", "ticket")
 """Where types of fields have names and strings below them."""
+NO_REMEDY = "nothing."
 LINK = re.compile(r"\]\(#([\w-]+)\)")
 
 
@@ -287,7 +288,8 @@ def _codes() -> Iterator[str]:
         when, _, then = text.partition(" Do: ")
         if not then:
             raise Undocumented(f"nothing says when '{code}' comes, and what to do then")
-        yield f"- `{code.value}`: {when} → {then[:1].upper()}{then[1:]}"
+        remedy = "" if then == NO_REMEDY else f" *{then[:1].upper()}{then[1:]}*"
+        yield f"- `{code.value}`: {when}{remedy}"
 
 
 def text_of(kind: type) -> str:
