@@ -78,7 +78,8 @@ class ErrorCode(StrEnum):
     """Shared memory cannot be mapped, or was not passed. Do: pass the segment first, with its
     declared size."""
     NOT_REGISTERED = "not_registered"
-    """The session has not sent ``hello`` or ``register``. Do: send both first."""
+    """The session has not sent ``hello`` or ``register``. Do: send ``hello`` on the attach socket,
+    then ``register``."""
     ENGINE_UNKNOWN = "engine_unknown"
     """The agent has no engine with this id. Do: check the ticket, and that the engine runs."""
     ENGINE_CONFLICT = "engine_conflict"
