@@ -132,7 +132,8 @@ def pages() -> dict[Path, str]:
     if sections:
         raise Undocumented(f"no page has markers for {', '.join(sections)}")
     anchors = {anchor: path for path, text in texts.items() for anchor in anchors_of(text)}
-    return {path: _linked(text, anchors) for path, text in texts.items()}
+    linked = {path: _linked(text, anchors) for path, text in texts.items()}
+    return {path: text.replace(f"]({path.name}#", "](#") for path, text in linked.items()}
 
 
 def anchors_of(text: str) -> set[str]:

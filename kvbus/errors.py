@@ -149,19 +149,19 @@ class KVBusError(Exception):
 
 
 class LocalError(KVBusError):
-    """This process was used wrongly, or cannot do what was requested."""
+    """Wrong use of this process, or a request that it cannot perform."""
 
     default_code = ErrorCode.INVALID
 
 
 class ConfigError(LocalError):
-    """A configuration key is missing, unknown or has a wrong value; the message names the key."""
+    """A missing, unknown or wrong configuration key; the message names the key."""
 
     default_code = ErrorCode.CONFIG
 
 
 class GeometryError(LocalError):
-    """A memory description contradicts itself, overlaps, or leaves its segment."""
+    """A wrong memory description, or wrong block ids."""
 
     default_code = ErrorCode.GEOMETRY
 
@@ -184,25 +184,25 @@ class ProtocolError(LocalError):
 
 
 class SegmentError(LocalError):
-    """Shared memory cannot be created, mapped or passed."""
+    """Shared memory that cannot be created, mapped or passed."""
 
     default_code = ErrorCode.SEGMENT
 
 
 class ClosedError(LocalError):
-    """A session, table or channel was used after it was closed."""
+    """Use of a link, session or table that is closed, or not open yet."""
 
     default_code = ErrorCode.CLOSED
 
 
 class TooEarly(LocalError):
-    """A result that is not ready yet. Nothing is wrong: the caller retries."""
+    """A result that is not ready yet; the caller retries."""
 
     default_code = ErrorCode.BUSY
 
 
 class RemoteError(KVBusError):
-    """The peer, the agent or the fabric failed."""
+    """A failure of the peer, the agent or the fabric."""
 
 
 class RequestRefused(RemoteError):
@@ -210,35 +210,35 @@ class RequestRefused(RemoteError):
 
 
 class RequestTimeout(RemoteError):
-    """No reply within the deadline. The request may have succeeded; a retry is idempotent."""
+    """A request without a reply in time. It may have succeeded; a retry is idempotent."""
 
     default_code = ErrorCode.TIMEOUT
 
 
 class PeerLost(RemoteError):
-    """The other process is gone, or was replaced by one with another boot id."""
+    """The end of another process, or its replacement by one with another boot id."""
 
     default_code = ErrorCode.PEER_LOST
 
 
 class AgentHungUp(PeerLost):
-    """An agent closed the connection of an engine and is alive, or its state is unknown.
+    """A connection that an agent closed although it is alive, or its state is unknown.
 
     Its pending writes for the engine may still land.
     """
 
 
 class TransferFailed(RemoteError):
-    """NIXL ended a transfer with an error; nothing of it is in flight any longer."""
+    """A NIXL transfer that failed; none of it is in flight."""
 
     default_code = ErrorCode.TRANSFER_FAILED
 
 
 class FetchFailed(RemoteError):
-    """A fetch ended without its KV.
+    """A fetch that ended without its KV.
 
-    ``stage`` is the state in which it failed. ``blocks_free`` is False while transfers into the
-    blocks can still land: wait for the fetch's blocks before you reuse them.
+    ``stage`` is the state in which it failed. If ``blocks_free`` is False, transfers can still land
+    in the blocks: wait for `Fetch.freed` before you reuse them.
     """
 
     default_code = ErrorCode.TRANSFER_FAILED
