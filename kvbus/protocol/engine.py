@@ -69,7 +69,7 @@ class Outcome(StrEnum):
 
 
 class Park(StrEnum):
-    """When the agent [parks](#park-an-offer) an offer."""
+    """When the agent [parks](protocol-engine.md#park-an-offer) an offer."""
 
     NEVER = "never"
     WHEN_FULL = "when_full"
@@ -376,7 +376,8 @@ class Fetched(Message, frozen=True):
     stages_s: StageTimes = StageTimes()
     """Time spent in each stage."""
     whole_blocks: bool = False
-    """If false, the first block of a window may have a [gap](#block-tables): do not cache it."""
+    """If false, the first block of a window may have a [gap](protocol-engine.md#block-tables): do
+    not cache it."""
     num_tokens: Size = 0
     """One past the last token that was wanted: as in ``fetch``, or less with ``at_most``."""
     attempts: Size = 1
