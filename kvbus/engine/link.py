@@ -212,6 +212,7 @@ class Link:
 
     @property
     def is_open(self) -> bool:
+        """Whether everything is registered at an agent."""
         return self._is_open.is_set()
 
     @property
