@@ -107,6 +107,7 @@ NOTHING = ('""', "b''", "[]", "{}", "0", "0.0", "false", "all 0")
 """Defaults that the page shows by a question mark."""
 NAMING = ("message", "attach", "engine", "peer", "tools", "ticket")
 """Where types of fields have names and strings below them."""
+NO_REMEDY = "nothing."
 LINK = re.compile(r"\]\(#([\w-]+)\)")
 
 
@@ -130,7 +131,8 @@ def pages() -> dict[Path, str]:
     if sections:
         raise Undocumented(f"no page has markers for {', '.join(sections)}")
     anchors = {anchor: path for path, text in texts.items() for anchor in anchors_of(text)}
-    return {path: _linked(text, anchors) for path, text in texts.items()}
+    linked = {path: _linked(text, anchors) for path, text in texts.items()}
+    return {path: text.replace(f"]({path.name}#", "](#") for path, text in linked.items()}
 
 
 def anchors_of(text: str) -> set[str]:
@@ -290,7 +292,8 @@ def _codes() -> Iterator[str]:
         when, _, then = text.partition(" Do: ")
         if not then:
             raise Undocumented(f"nothing says when '{code}' comes, and what to do then")
-        yield f"- `{code.value}`: {when} → {then[:1].upper()}{then[1:]}"
+        remedy = "" if then == NO_REMEDY else f" *{then[:1].upper()}{then[1:]}*"
+        yield f"- `{code.value}`: {when}{remedy}"
 
 
 def text_of(kind: type) -> str:

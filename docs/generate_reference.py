@@ -1,6 +1,7 @@
-"""Writes the keys and the metrics of ``reference.md``: ``python docs/generate_reference.py``.
+"""Writes the generated lists of ``reference.md``: ``python docs/generate_reference.py``.
 
-Keys and what they mean are those of the configuration, metrics and theirs those that agents serve.
+Texts are the help of commands, the strings below keys of the configuration, and those that agents
+serve with their metrics.
 """
 
 import json
@@ -14,6 +15,7 @@ from kvbus.agent.command import meanings_of
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.runtime import BUS_READINGS, DATA_READINGS
+from kvbus.cli import PANELS
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch_reports import READINGS as DECODE_READINGS
 from kvbus_decode.fetch_reports import DecodeMetrics
@@ -33,12 +35,13 @@ def page() -> str:
     decode = _metrics(DecodeMetrics, DECODE_READINGS)
     both = {name for name, line in prefill.items() if line == decode.get(name)}
     made = {
-        "keys of both": _keys(AgentConfig, {}),
-        "keys of prefill agents": _keys(PrefillConfig, meanings_of(AgentConfig)),
-        "keys of decode agents": _keys(DecodeConfig, meanings_of(AgentConfig)),
-        "metrics of both": (prefill[name] for name in prefill if name in both),
-        "metrics of prefill agents": (prefill[name] for name in prefill if name not in both),
-        "metrics of decode agents": (decode[name] for name in decode if name not in both),
+        "commands": _commands(),
+        "keys-both": _keys(AgentConfig, {}),
+        "keys-prefill": _keys(PrefillConfig, meanings_of(AgentConfig)),
+        "keys-decode": _keys(DecodeConfig, meanings_of(AgentConfig)),
+        "metrics-both": (prefill[name] for name in prefill if name in both),
+        "metrics-prefill": (prefill[name] for name in prefill if name not in both),
+        "metrics-decode": (decode[name] for name in decode if name not in both),
     }
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in made.items():
@@ -46,6 +49,11 @@ def page() -> str:
         before, _, rest = text.partition(start)
         text = "\n".join([before + start, *lines, "", rest[rest.index(end) :]])
     return text
+
+
+def _commands() -> Iterator[str]:
+    for panel, names in PANELS.items():
+        yield f"- {panel}: {', '.join(f'`kvbus {name}`' for name in names)}"
 
 
 def _keys(kind: type[AgentConfig], known: Mapping[str, str]) -> Iterator[str]:
@@ -59,29 +67,32 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     """What a key is when it is absent; nothing when that is empty, or the key is needed."""
     match field.default:
         case bool(value):
-            return f" = {str(value).lower()}"
+            return f" ({str(value).lower()})"
         case int(value) if field.name.endswith("_bytes"):
-            return f" = {value // MIB} MiB"
+            return f" ({value // MIB} MiB)"
         case int(value) | float(value):
-            return f" = {value:g}"
+            return f" ({value:g})"
         case str(value) if value:
-            return f" = {value}"
+            return f" ({value})"
         case tuple(value) if value:
-            return f" = {json.dumps(value)}"
+            return f" ({json.dumps(value)})"
     return ""
 
 
-def _metrics(kind: Callable[[AgentMetrics], object], readings: Mapping[str, str]) -> dict[str, str]:
+def _metrics(
+    made_by: Callable[[AgentMetrics], object], readings: Mapping[str, str]
+) -> dict[str, str]:
     """By its name, the line of each metric that a kind of agent has."""
     agent = AgentMetrics()
-    kind(agent)
+    made_by(agent)
     lines = {}
     for each in agent.registry.collect():
         if not each.name.startswith(PROCESS):
             name = f"{each.name}_total" if each.type == "counter" else each.name
             labels = ", ".join(getattr(each, "_labelnames", ()))
             named = f"{name}{{{labels}}}" if labels else name
-            lines[name] = f"- `{named}` ({each.type}): {each.documentation}"
+            kind = " (histogram)" if each.type == "histogram" else ""
+            lines[name] = f"- `{named}`{kind}: {each.documentation}"
     for name, meaning in {**BUS_READINGS, **KEYS_READINGS, **DATA_READINGS, **readings}.items():
         lines[name] = f"- `kvbus_{name}`: {meaning}"
     return lines

@@ -6,8 +6,8 @@
     SGLang ─▶ vLLM   both get the request at once: the room of SGLang names the offer
     vLLM ─▶ SGLang   vLLM first; its ticket and the token that it sampled go to SGLang
 
-docs/engines.md has the fields. It is an example: token ids alone, no streams, no log probabilities,
-no second try.
+docs/mixed-engines.md has the fields. It is an example: token ids alone, no streams, no log
+probabilities, no second try.
 """
 
 import secrets

@@ -40,45 +40,42 @@ class ErrorCode(StrEnum):
     TOO_LARGE = "too_large"
     """The message exceeds a limit. Do: send smaller messages."""
     UNSUPPORTED_VERSION = "unsupported_version"
-    """The two sides share no protocol version, or the ticket has another version. Do: update one of
-    the two."""
+    """The two sides, or the ticket, have different protocol versions. Do: update one side."""
     UNKNOWN_OP = "unknown_op"
     """This socket does not support the operation. Do: check the socket and the agent's role."""
     INVALID = "invalid"
-    """A field is missing, has a wrong type or is out of range, or the request is not possible in
-    the current state. Do: correct the request; the message names the field."""
+    """A field is missing or wrong, or the current state does not allow the request. Do: correct the
+    request; the message names the field."""
     BUSY = "busy"
     """A limit is reached, or another reader has the lease. Do: retry after ``retry_after_s`` of the
-    detail, [with a random delay](#when-an-agent-is-busy)."""
+    detail."""
     DRAINING = "draining"
-    """The agent is shutting down and accepts nothing new. Do: use another agent."""
+    """The agent is shutting down. Do: use another agent."""
     STALE = "stale"
-    """The message names a boot id, an engine or a lease epoch that is no longer current. Do: drop
-    the state that the message is about. Shake hands or register again."""
+    """The message names an old boot id, engine or lease epoch. Do: drop that state; shake hands or
+    register again."""
     FORBIDDEN = "forbidden"
-    """Missing or invalid credential: the ticket's secret, the lease's token, the ``rank_secret`` of
-    the ranks, or a key with the right role. Do: pass tickets on unchanged, and make each side
-    trust the other's key."""
+    """A credential is missing or invalid: ticket secret, lease token, ``rank_secret``, or a key
+    with the right role. Do: pass tickets on unchanged; make each side trust the other's key."""
     PROMPT_MISMATCH = "prompt_mismatch"
-    """The ticket is for another prompt than the fetch, or has no prompt digest where tickets are
-    signed. Do: make the router send each ticket with its own prompt."""
+    """The ticket is for another prompt, or is signed without a prompt digest. Do: make the router
+    send each ticket with its own prompt."""
     TIMEOUT = "timeout"
-    """The operation did not finish in time. Do: retry, or compute the prompt."""
+    """The operation did not end in time. Do: retry, or compute the prompt."""
     CANCELLED = "cancelled"
     """The engine cancelled the operation. Do: nothing."""
     CLOSED = "closed"
     """The other side is closing its sockets. Do: reconnect, or use another agent."""
     INTERNAL = "internal"
-    """A bug of the side that replies; its log has details. Do: report it. Compute the prompt."""
+    """A bug of the replying side; its log has details. Do: report it; compute the prompt."""
     CONFIG = "config"
-    """The configuration of a process is wrong, or does not allow the request. Do: correct the
-    configuration."""
+    """The configuration is wrong, or does not allow the request. Do: correct it."""
     GEOMETRY = "geometry"
-    """A memory description, a block table or a tile is invalid. Do: correct the description; the
-    detail names the field."""
+    """A memory description, block table or tile is invalid. Do: correct it; the detail names the
+    field."""
     INCOMPATIBLE = "incompatible"
     """One engine cannot use the KV of the other. The detail has ``field``, ``prefill`` and
-    ``decode``. Do: do not pair these two engines."""
+    ``decode``. Do: do not pair these engines."""
     SEGMENT = "segment"
     """Shared memory cannot be mapped, or was not passed. Do: pass the segment first, with its
     declared size."""
@@ -88,50 +85,48 @@ class ErrorCode(StrEnum):
     ENGINE_UNKNOWN = "engine_unknown"
     """The agent has no engine with this id. Do: check the ticket, and that the engine runs."""
     ENGINE_CONFLICT = "engine_conflict"
-    """Another live process has this engine id or rank, or the specs of two sessions differ. Do:
+    """Another live process has this engine id or rank, or two sessions differ in their specs. Do:
     kill the process that the message names (``kill -9`` if it is stopped), or use another id."""
     ENGINE_NOT_READY = "engine_not_ready"
-    """Some ranks of the engine are not registered, or the agent has no engine that could make the
-    offer. Do: retry a little later."""
+    """Some ranks of the engine are not registered, or no engine can make the offer yet. Do: retry a
+    little later."""
     ENGINE_LOST = "engine_lost"
-    """The engine's process is gone. Do: restart the engine."""
+    """The engine's process has ended. Do: restart the engine."""
     OFFER_UNKNOWN = "offer_unknown"
-    """The offer does not exist, or its record has been dropped since it ended. Do: compute the
-    prompt."""
+    """The offer does not exist, or its record is gone. Do: compute the prompt."""
     OFFER_EXISTS = "offer_exists"
-    """The request already has a live offer. Do: withdraw that offer first; the detail names it."""
+    """The request already has a live offer. Do: withdraw the offer that the detail names."""
     OFFER_OPEN = "offer_open"
-    """The offer is not sealed: it cannot be committed, and its states are not available. Do: renew
+    """The offer is not sealed: it cannot be committed, and its states cannot be read. Do: renew
     until it is sealed."""
     OFFER_SEALED = "offer_sealed"
     """The offer is sealed and cannot change. Do: make a new offer."""
     OFFER_PARKED = "offer_parked"
-    """The offer is in a pool of its agent; ``engine_id`` and ``engine_instance`` of the detail name
-    the pool. Do: read it from there, under the same ticket."""
+    """The offer is in the pool that ``engine_id`` and ``engine_instance`` of the detail name. Do:
+    read it there, with the same ticket."""
     OFFER_WITHDRAWN = "offer_withdrawn"
     """The offer was withdrawn. Do: nothing."""
     OFFER_EXPIRED = "offer_expired"
     """The offer was not read in time. Do: compute the prompt; raise ``ttl_s`` if this is common."""
     OFFER_COMPLETED = "offer_completed"
-    """The offer was read and committed. Do: nothing."""
+    """The offer was already read. Do: nothing."""
     LEASE_EXPIRED = "lease_expired"
-    """The lease of the offer or of a staging slot ended before all bytes were read. Do: retry with
-    a longer lease."""
+    """The lease of the offer or of a staging slot ended before the read. Do: retry with a longer
+    lease."""
     FETCH_UNKNOWN = "fetch_unknown"
-    """The fetch does not exist, or its record has been dropped since it ended. Do: nothing."""
+    """The fetch does not exist, or its record is gone. Do: nothing."""
     FETCH_EXISTS = "fetch_exists"
     """The fetch id was used before. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
-    """The other agent cannot be reached. Do: check the endpoint and the network. Retry, or compute
+    """The other agent cannot be reached. Do: check the endpoint and the network; retry, or compute
     the prompt."""
     PEER_LOST = "peer_lost"
-    """The other agent was lost, and no attempt succeeded before the deadline. Do: compute the
-    prompt."""
+    """The other agent was lost. Do: compute the prompt."""
     TRANSFER_FAILED = "transfer_failed"
-    """A READ or a copy failed. A fetch retries it until its deadline. Do: compute the prompt."""
+    """A READ or a copy failed. Do: compute the prompt."""
     DIGEST_MISMATCH = "digest_mismatch"
-    """The bytes read differ from those of the prefill engine; the message names layer, head and
-    tokens. Do: retry once, then compute the prompt. Have the machines checked."""
+    """The bytes read differ from the prefill engine's; the message names layer, head and tokens.
+    Do: retry once, then compute the prompt; check the machines."""
 
 
 class KVBusError(Exception):
@@ -156,19 +151,19 @@ class KVBusError(Exception):
 
 
 class LocalError(KVBusError):
-    """This process was used wrongly, or cannot do what was requested."""
+    """Wrong use of this process, or a request that it cannot perform."""
 
     default_code = ErrorCode.INVALID
 
 
 class ConfigError(LocalError):
-    """A configuration key is missing, unknown or has a wrong value; the message names the key."""
+    """A missing, unknown or wrong configuration key; the message names the key."""
 
     default_code = ErrorCode.CONFIG
 
 
 class GeometryError(LocalError):
-    """A memory description contradicts itself, overlaps, or leaves its segment."""
+    """A wrong memory description, or wrong block ids."""
 
     default_code = ErrorCode.GEOMETRY
 
@@ -191,25 +186,25 @@ class ProtocolError(LocalError):
 
 
 class SegmentError(LocalError):
-    """Shared memory cannot be created, mapped or passed."""
+    """Shared memory that cannot be created, mapped or passed."""
 
     default_code = ErrorCode.SEGMENT
 
 
 class ClosedError(LocalError):
-    """A session, table or channel was used after it was closed."""
+    """Use of a link, session or table that is closed, or not open yet."""
 
     default_code = ErrorCode.CLOSED
 
 
 class TooEarly(LocalError):
-    """A result that is not ready yet. Nothing is wrong: the caller retries."""
+    """A result that is not ready yet; the caller retries."""
 
     default_code = ErrorCode.BUSY
 
 
 class RemoteError(KVBusError):
-    """The peer, the agent or the fabric failed."""
+    """A failure of the peer, the agent or the fabric."""
 
 
 class RequestRefused(RemoteError):
@@ -217,35 +212,35 @@ class RequestRefused(RemoteError):
 
 
 class RequestTimeout(RemoteError):
-    """No reply within the deadline. The request may have succeeded; a retry is idempotent."""
+    """A request without a reply in time. It may have succeeded; a retry is idempotent."""
 
     default_code = ErrorCode.TIMEOUT
 
 
 class PeerLost(RemoteError):
-    """The other process is gone, or was replaced by one with another boot id."""
+    """The end of another process, or its replacement by one with another boot id."""
 
     default_code = ErrorCode.PEER_LOST
 
 
 class AgentHungUp(PeerLost):
-    """An agent closed the connection of an engine and is alive, or its state is unknown.
+    """A connection that an agent closed although it is alive, or its state is unknown.
 
     Its pending writes for the engine may still land.
     """
 
 
 class TransferFailed(RemoteError):
-    """NIXL ended a transfer with an error; nothing of it is in flight any longer."""
+    """A NIXL transfer that failed; none of it is in flight."""
 
     default_code = ErrorCode.TRANSFER_FAILED
 
 
 class FetchFailed(RemoteError):
-    """A fetch ended without its KV.
+    """A fetch that ended without its KV.
 
-    ``stage`` is the state in which it failed. ``blocks_free`` is False while transfers into the
-    blocks can still land: wait for the fetch's blocks before you reuse them.
+    ``stage`` is the state in which it failed. If ``blocks_free`` is False, transfers can still land
+    in the blocks: wait for `Fetch.freed` before you reuse them.
     """
 
     default_code = ErrorCode.TRANSFER_FAILED

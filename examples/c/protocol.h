@@ -77,35 +77,34 @@ enum {
 #define KVBUS_CODE_MALFORMED "malformed"
 /* The message exceeds a limit. */
 #define KVBUS_CODE_TOO_LARGE "too_large"
-/* The two sides share no protocol version, or the ticket has another version. */
+/* The two sides, or the ticket, have different protocol versions. */
 #define KVBUS_CODE_UNSUPPORTED_VERSION "unsupported_version"
 /* This socket does not support the operation. */
 #define KVBUS_CODE_UNKNOWN_OP "unknown_op"
-/* A field is missing, has a wrong type or is out of range, or the request is not possible in the current
-   state. */
+/* A field is missing or wrong, or the current state does not allow the request. */
 #define KVBUS_CODE_INVALID "invalid"
 /* A limit is reached, or another reader has the lease. */
 #define KVBUS_CODE_BUSY "busy"
-/* The agent is shutting down and accepts nothing new. */
+/* The agent is shutting down. */
 #define KVBUS_CODE_DRAINING "draining"
-/* The message names a boot id, an engine or a lease epoch that is no longer current. */
+/* The message names an old boot id, engine or lease epoch. */
 #define KVBUS_CODE_STALE "stale"
-/* Missing or invalid credential: the ticket's secret, the lease's token, the `rank_secret` of the ranks, or a
-   key with the right role. */
+/* A credential is missing or invalid: ticket secret, lease token, `rank_secret`, or a key with the right
+   role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
-/* The ticket is for another prompt than the fetch, or has no prompt digest where tickets are signed. */
+/* The ticket is for another prompt, or is signed without a prompt digest. */
 #define KVBUS_CODE_PROMPT_MISMATCH "prompt_mismatch"
-/* The operation did not finish in time. */
+/* The operation did not end in time. */
 #define KVBUS_CODE_TIMEOUT "timeout"
 /* The engine cancelled the operation. */
 #define KVBUS_CODE_CANCELLED "cancelled"
 /* The other side is closing its sockets. */
 #define KVBUS_CODE_CLOSED "closed"
-/* A bug of the side that replies; its log has details. */
+/* A bug of the replying side; its log has details. */
 #define KVBUS_CODE_INTERNAL "internal"
-/* The configuration of a process is wrong, or does not allow the request. */
+/* The configuration is wrong, or does not allow the request. */
 #define KVBUS_CODE_CONFIG "config"
-/* A memory description, a block table or a tile is invalid. */
+/* A memory description, block table or tile is invalid. */
 #define KVBUS_CODE_GEOMETRY "geometry"
 /* One engine cannot use the KV of the other. The detail has `field`, `prefill` and `decode`. */
 #define KVBUS_CODE_INCOMPATIBLE "incompatible"
@@ -115,39 +114,39 @@ enum {
 #define KVBUS_CODE_NOT_REGISTERED "not_registered"
 /* The agent has no engine with this id. */
 #define KVBUS_CODE_ENGINE_UNKNOWN "engine_unknown"
-/* Another live process has this engine id or rank, or the specs of two sessions differ. */
+/* Another live process has this engine id or rank, or two sessions differ in their specs. */
 #define KVBUS_CODE_ENGINE_CONFLICT "engine_conflict"
-/* Some ranks of the engine are not registered, or the agent has no engine that could make the offer. */
+/* Some ranks of the engine are not registered, or no engine can make the offer yet. */
 #define KVBUS_CODE_ENGINE_NOT_READY "engine_not_ready"
-/* The engine's process is gone. */
+/* The engine's process has ended. */
 #define KVBUS_CODE_ENGINE_LOST "engine_lost"
-/* The offer does not exist, or its record has been dropped since it ended. */
+/* The offer does not exist, or its record is gone. */
 #define KVBUS_CODE_OFFER_UNKNOWN "offer_unknown"
 /* The request already has a live offer. */
 #define KVBUS_CODE_OFFER_EXISTS "offer_exists"
-/* The offer is not sealed: it cannot be committed, and its states are not available. */
+/* The offer is not sealed: it cannot be committed, and its states cannot be read. */
 #define KVBUS_CODE_OFFER_OPEN "offer_open"
 /* The offer is sealed and cannot change. */
 #define KVBUS_CODE_OFFER_SEALED "offer_sealed"
-/* The offer is in a pool of its agent; `engine_id` and `engine_instance` of the detail name the pool. */
+/* The offer is in the pool that `engine_id` and `engine_instance` of the detail name. */
 #define KVBUS_CODE_OFFER_PARKED "offer_parked"
 /* The offer was withdrawn. */
 #define KVBUS_CODE_OFFER_WITHDRAWN "offer_withdrawn"
 /* The offer was not read in time. */
 #define KVBUS_CODE_OFFER_EXPIRED "offer_expired"
-/* The offer was read and committed. */
+/* The offer was already read. */
 #define KVBUS_CODE_OFFER_COMPLETED "offer_completed"
-/* The lease of the offer or of a staging slot ended before all bytes were read. */
+/* The lease of the offer or of a staging slot ended before the read. */
 #define KVBUS_CODE_LEASE_EXPIRED "lease_expired"
-/* The fetch does not exist, or its record has been dropped since it ended. */
+/* The fetch does not exist, or its record is gone. */
 #define KVBUS_CODE_FETCH_UNKNOWN "fetch_unknown"
 /* The fetch id was used before. */
 #define KVBUS_CODE_FETCH_EXISTS "fetch_exists"
 /* The other agent cannot be reached. */
 #define KVBUS_CODE_PEER_UNREACHABLE "peer_unreachable"
-/* The other agent was lost, and no attempt succeeded before the deadline. */
+/* The other agent was lost. */
 #define KVBUS_CODE_PEER_LOST "peer_lost"
-/* A READ or a copy failed. A fetch retries it until its deadline. */
+/* A READ or a copy failed. */
 #define KVBUS_CODE_TRANSFER_FAILED "transfer_failed"
-/* The bytes read differ from those of the prefill engine; the message names layer, head and tokens. */
+/* The bytes read differ from the prefill engine's; the message names layer, head and tokens. */
 #define KVBUS_CODE_DIGEST_MISMATCH "digest_mismatch"

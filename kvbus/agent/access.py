@@ -34,8 +34,8 @@ log = structlog.get_logger()
 PEER, EVENTS = "peer", "events"
 CHECK_S = 0.4
 KEYS_READINGS = {
-    "trusted_keys": "Public keys that are trusted now.",
-    "refused_keys": "Handshakes of keys that were turned away.",
+    "trusted_keys": "Trusted public keys.",
+    "refused_keys": "Rejected handshakes of keys.",
 }
 
 OnChange = Callable[[frozenset[str]], None]

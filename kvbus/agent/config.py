@@ -53,50 +53,48 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ]
     """Name of this agent in logs, metrics and tickets; unique in the cluster."""
     peer_bind: str
-    """Address for other agents, tcp://HOST:PORT. HOST * means all addresses of this machine, IPv6
-    and IPv4. PORT 0 takes a free port, FIRST-LAST the first free one of a range."""
+    """Address for other agents, tcp://HOST:PORT. HOST *: all addresses, IPv6 and IPv4. PORT 0: a
+    free one; FIRST-LAST: the first free one of a range."""
     events_bind: str
-    """Address for subscribers to this agent's events; format as peer_bind."""
+    """Address for subscribers to events; format as peer_bind."""
     advertise_host: str = ""
-    """Host name or IP address of this agent for others; required if an address above is a wildcard.
-    """
+    """Host for others to connect to; required if an address above is a wildcard."""
     key_file: str = ""
-    """Secret key of this agent, mode 0600; to create one: kvbus keys new. Empty: its sockets are
-    not encrypted, and accept everyone."""
+    """Secret key of this agent, mode 0600, made by kvbus keys new. Empty: no encryption, and
+    everyone is accepted."""
     authorized_keys: str = ""
-    """File of the trusted public keys; to add one: kvbus keys trust. The agent reads it again when
-    it changes."""
+    """File of trusted public keys, added by kvbus keys trust; read again when it changes."""
     insecure: bool = False
-    """Whether to allow an address above that is not loopback without keys."""
+    """Whether to allow addresses other than loopback without keys."""
     data_interfaces: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Network interfaces or RDMA devices for KV, such as ["eth0"] or ["mlx5_0:1"]. Empty: the value
-    of UCX_NET_DEVICES, or loopback if the addresses above are loopback."""
+    """Network interfaces or RDMA devices for KV, such as ["eth0"] or ["mlx5_0:1"]. Empty:
+    UCX_NET_DEVICES, or loopback if the addresses above are loopback."""
     data_ports: Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = ""
-    """TCP ports, FIRST-LAST, at which UCX may listen, for firewall rules: 16 for each agent of the
-    machine. Empty: the value of UCX_TCP_PORT_RANGE, or any."""
+    """TCP ports of UCX, FIRST-LAST, for firewall rules: 16 for each agent of the machine. Empty:
+    UCX_TCP_PORT_RANGE, or any."""
     nixl_backends: Annotated[
         tuple[ConfiguredBackend, ...], Meta(min_length=1, max_length=MAX_BACKENDS)
     ] = (UCX,)
-    """Backends of NIXL, the preferred one first, such as ["LIBFABRIC", "UCX"]. A decode agent reads
-    with the first of its list that the prefill agent has, too; kvbus doctor lists those of NIXL."""
+    """Backends of NIXL, preferred first; kvbus doctor lists them. A decode agent reads with its
+    first one that the prefill agent has."""
     nixl_backend_params: dict[str, dict[str, str | int | bool]] = {}
-    """Parameters by backend, such as num_threads in the table [nixl_backend_params.LIBFABRIC]. In
-    the environment and with --set: LIBFABRIC.num_threads=4, separated by commas."""
+    """Parameters by backend, in tables such as [nixl_backend_params.LIBFABRIC]. In the environment
+    and with --set: LIBFABRIC.num_threads=4, separated by commas."""
     ticket_keys: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
-    """Files with the site's keys that sign tickets, one key in each, mode 0600. The first one
-    signs; all of them verify. Empty: tickets are not signed, and all tickets are accepted."""
+    """Files of keys that sign tickets, one in each, mode 0600. The first signs; all verify. Empty:
+    tickets are unsigned, and all are accepted."""
     runtime_dir: str = ""
-    """Folder of the sockets for local engines, mode 0700. Only this user and root may write into
-    its parents. Empty: kvbus-UID/AGENT_ID in XDG_RUNTIME_DIR, or in /tmp."""
+    """Folder of the sockets for local engines, mode 0700. Only this user and root may write to its
+    parents. Empty: kvbus-UID/AGENT_ID in XDG_RUNTIME_DIR or /tmp."""
     http_bind: str = ""
-    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. An address other than
-    loopback requires http_token_file."""
+    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: none. Other addresses than
+    loopback require http_token_file."""
     http_token_file: str = ""
-    """File, mode 0600, with the token for all paths of http_bind but /healthz and /readyz. Clients
-    send it as a bearer token, or as the password of any user."""
+    """File, mode 0600, with the token for all paths but /healthz and /readyz: a bearer token, or
+    the password of any user."""
     engine_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
-    """Wait after a start for engines that were attached before. Until they register, requests for
-    them are refused with `engine_not_ready`, and retried."""
+    """Wait after a start for earlier engines. Meanwhile, requests for them are refused with
+    `engine_not_ready`, and retried."""
     ready_needs_engine: bool = False
     """Whether /readyz returns 503 until an engine is attached."""
     otlp_endpoint: Annotated[
@@ -106,38 +104,38 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             extra={"expected": "http://HOST:PORT or https://HOST:PORT, or nothing"},
         ),
     ] = ""
-    """Address of an OpenTelemetry collector for spans, by OTLP over HTTP, such as
-    http://127.0.0.1:4318; requires kvbus[otel]. Empty: none is sent."""
+    """OpenTelemetry collector for spans, OTLP over HTTP, such as http://127.0.0.1:4318; requires
+    kvbus[otel]. Empty: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged."""
+    """Lowest logged level."""
     drain_timeout_s: Duration = 30.0
-    """Longest wait of a stop for offers and fetches in progress; then they fail."""
+    """Wait of a stop for offers and fetches in progress; then they fail."""
     heartbeat_s: Duration = 2.0
     """Interval of heartbeat events."""
     max_ended_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 40 << 20
-    """Memory limit for records of ended offers or fetches, about 2 KiB each. Within it, the agent
-    keeps those of the last minute, and at least the last 1,024."""
+    """Memory limit for records of ended offers or fetches, about 2 KiB each: those of the last
+    minute, and at least the last 1,024."""
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
-    """Memory of this agent for staged and packed transfers. 0 turns them off: KV of another shape
-    is then read in small pieces."""
+    """Memory for staged and packed transfers. 0: none; KV of another shape is read in small
+    pieces."""
     gpu_slots: Literal["auto", "host", "gpu"] = "auto"
-    """Memory of the staging slots for GPUs: pinned memory of the `host`, or memory of the `gpu`.
-    `auto`: of the GPU if data_interfaces have an RDMA device. Agents that read from each other on
-    one machine need the same."""
+    """Staging slots for GPUs: pinned memory of the `host`, or memory of the `gpu`. `auto`: `gpu` if
+    data_interfaces have an RDMA device. Agents that read from each other on one machine need the
+    same."""
     mapped: bool = True
-    """Whether memory is shared on this machine: a prefill agent lends the memory of its engines to
-    decode agents of the same user. A decode agent maps it and copies from there."""
+    """Whether a prefill agent lends its engines' memory to decode agents of the same user on this
+    machine, which copy from it."""
     exposure: Literal["memory", "staging"] = "memory"
-    """Memory that is registered with NIXL. `memory`: the KV caches of engines and the staging
-    slots. `staging`: only the slots; a prefill agent zeroes them after use."""
+    """Memory that is registered with NIXL. `memory`: KV caches and staging slots. `staging`: only
+    the slots; a prefill agent zeroes them after use."""
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = 8 << 20
-    """Size of one staging slot, and so of the largest tile."""
+    """Size of a staging slot, and so of the largest tile."""
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
-    """Largest post of one transfer, and largest step of a copy from mapped memory."""
+    """Largest post of a transfer, and largest step of a mapped copy."""
     max_handoffs: Bound = 4096
-    """Most offers, or fetches, or holds, at a time, draining fetches included; more are `busy`."""
+    """Most offers, fetches or holds at a time, draining fetches included; more are `busy`."""
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Threads that gather tiles from blocks, scatter them into blocks, and copy mapped memory."""
+    """Threads that gather and scatter tiles, and copy mapped memory."""
 
     @property
     def backends(self) -> Backends:

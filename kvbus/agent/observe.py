@@ -82,7 +82,7 @@ class LostLines(Collector):
         self.last_at_s = time.monotonic()
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        meaning = "Log lines that were lost: the disk is full, or the reader of stderr is too slow."
+        meaning = "Lost log lines: full disk, or slow reader of stderr."
         yield CounterMetricFamily("kvbus_lost_log_lines", meaning, value=self.number)
 
 
@@ -270,7 +270,7 @@ class AgentMetrics:
         lags_s = self._lags_s = deque([0.0], NUM_LAGS)
         meaning = "The largest of these in the last 15 s."
         self.add_readings(lambda: {LARGEST_LAG: max(lags_s)}, {LARGEST_LAG: meaning})
-        self.refusals = self.tally("kvbus_refusals", "Requests that were refused, by code.", "code")
+        self.refusals = self.tally("kvbus_refusals", "Refused requests.", "code")
 
     def tally(self, name: str, meaning: str, *labels: str) -> Tally:
         made = Tally(name, meaning, labels)

@@ -13,12 +13,12 @@ from kvbus.protocol.tools import ProcessStatus
 
 READINGS = {
     "data_running": "1 while the agent's data process runs, else 0.",
-    "data_restarts": "How often a data process was started again.",
-    "data_replaced": "How often the data process was killed, as a READ did not end.",
-    "data_end_timestamp_seconds": "When one last ended, in seconds since 1970; 0: never.",
+    "data_restarts": "Restarts of the data process.",
+    "data_replaced": "Kills of the data process, because a READ did not end.",
+    "data_end_timestamp_seconds": "Last end of a data process, in seconds since 1970; 0: never.",
     "data_cpu_seconds": "CPU time of the running data process.",
-    "data_memory_bytes": "Memory of the data process, without KV and other shared memory.",
-    "data_jobs": "Jobs of the data process that have not ended.",
+    "data_memory_bytes": "Memory of the data process, without shared memory.",
+    "data_jobs": "Pending jobs of the data process.",
 }
 
 READ_S = 1.0

@@ -65,12 +65,12 @@ Signals = AsyncIterator[signal.Signals]
 MOST_FILES = 1 << 16
 MAX_ENGINE_PROCESSES = 64
 BUS_READINGS = {
-    "malformed_messages": "Frames that were no message, on any socket.",
-    "bus_busy": "Requests that were refused because too many were pending.",
-    "bus_repeats": "Requests that came again, by a new connection, while they were in progress.",
+    "malformed_messages": "Frames that were no message.",
+    "bus_busy": "Requests refused because too many were pending.",
+    "bus_repeats": "Requests that arrived again while they were in progress.",
     "peer_pings": "Pings from other agents.",
-    "replies_dropped": "Replies, notices and large requests whose peer was gone or did not read.",
-    "attach_refused": "Connections to the attach socket that were turned away.",
+    "replies_dropped": "Messages to peers that were gone or did not read.",
+    "attach_refused": "Rejected connections to the attach socket.",
 }
 DATA_READINGS = {**PROCESS_READINGS, "registered_bytes": "Memory registered with NIXL."}
 

@@ -48,7 +48,7 @@ def new_boot_id() -> str:
 
 
 def new_secret() -> str:
-    """Return a secret: unlike a boot id, it proves the sender's identity."""
+    """Return 128 random bits in hexadecimal; unlike a boot id, they prove the sender's identity."""
     return secrets.token_hex(16)
 
 

@@ -1,10 +1,10 @@
-"""The SDK of engines; docs/engines.md is its guide."""
+"""The SDK for engines in Python; docs/engines.md is its guide."""
 
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection
 from kvbus.engine.connection import ReconnectingConnection as ReconnectingConnection
 from kvbus.engine.handles import Fetch, Offer
-from kvbus.engine.later import Completion as Completion
+from kvbus.engine.later import Completion
 from kvbus.engine.later import EndedQueue as EndedQueue
 from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
@@ -23,6 +23,7 @@ from kvbus.protocol.ticket import Rendezvous, prompt_digest
 __all__ = [
     "AgentRanks",
     "AgentRole",
+    "Completion",
     "Fetch",
     "FetchOptions",
     "Fetched",

@@ -60,7 +60,10 @@ class HostPool:
         return sum(self.num_blocks.values()) - sum(self.num_free.values())
 
     async def acquire(self, wanted: Mapping[str, int], *, wait_s: float = 0.0) -> dict[str, Ids]:
-        """Raise `GeometryError` if the pool is too small, ``busy`` after ``wait_s``."""
+        """Return the ids of free blocks, by group, as soon as all are free.
+
+        Raises `GeometryError` if the pool is too small, and ``busy`` after ``wait_s``.
+        """
         if any(number > self.num_blocks.get(group, 0) for group, number in wanted.items()):
             message = f"{wanted} host blocks are wanted, there are only {self.num_blocks}"
             raise GeometryError(f"{message}: make the host buffer larger")
@@ -98,13 +101,15 @@ class HostPool:
 
 
 class Direction(StrEnum):
-    SAVE = "save"  # device to host
-    LOAD = "load"  # host to device
+    """Direction of a copy: save to the host, or load to the device."""
+
+    SAVE = "save"
+    LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Copies of token slots [slots[0], slots[1]) in each block of one group.
+    """Copies of token slots ``slots[0]`` to ``slots[1]`` - 1 in each block of one group.
 
     Device block ``ids[i]`` (uint32) belongs to host block ``first_host_block + i``. The rank,
     layers and parts are set for a `CopyBlocks`.
@@ -120,13 +125,13 @@ class BlockCopy:
 
 
 CopyBlocks = Callable[[BlockCopy, torch.Tensor, Direction], None]
-"""The engine's function: copies between device blocks and a view of host blocks.
+"""Function of the engine that copies between device blocks and a view of host blocks.
 
 The view is [block, layer, part, token, head, dim], in the group's dtype; whole blocks are
-contiguous. Runs in a thread, and returns when the copy is complete."""
+contiguous. It runs in a thread, and returns when the copy is complete."""
 
 Copier = Callable[[Direction, Sequence[BlockCopy]], Awaitable[None]]
-"""Copies on every rank until all are complete; never cancelled."""
+"""Function that copies on every rank, and returns when all copies are complete; never cancelled."""
 
 
 def block_copies(
@@ -159,6 +164,7 @@ class HostBuffer:
         self._regions = [(one, region_tensor(engine, one, self.tensor)) for one in regions]
 
     def run(self, direction: Direction, copies: Iterable[BlockCopy], copy: CopyBlocks) -> None:
+        """Call ``copy`` for the regions of this rank, in this thread."""
         rank = self.memory.rank.rank
         for one in copies:
             blocks = slice(one.first_host_block, one.first_host_block + len(one.ids))
@@ -182,19 +188,23 @@ class LocalCopier:
 
 
 class HostLink:
-    """A `Link` through host blocks; requests fail with ``busy`` after ``wait_s`` without blocks."""
+    """A `Link` through host blocks; requests fail with ``busy`` after ``wait_s`` without blocks.
+
+    Calls return immediately, in any thread; copies run in other threads.
+    """
 
     def __init__(self, link: Link, pool: HostPool, copier: Copier) -> None:
         self.link, self.pool, self.copier = link, pool, copier
         self._over: EndedQueue[HostFetch] = EndedQueue()
 
     def ended(self) -> "list[HostFetch]":
+        """Return fetches that ended since the last call, as `Link.ended` does."""
         return self._over.take()
 
     def offer(
         self, request_id: str, *, num_tokens: int, wait_s: float = 0.0, **more: Unpack[OfferOptions]
     ) -> "Completion[HostOffer]":
-        """Offer host blocks before a save, with the options of `Link.offer` except ``sealed``."""
+        """Offer host blocks, with the options of `Link.offer` except ``sealed``; saves follow."""
         more |= {"sealed": False, "first_blocks": dict(more.get("first_blocks") or {})}
         offer = HostOffer(self, num_tokens)
         return self.link.runner.start(partial(offer.begin, request_id, wait_s, more))
@@ -267,7 +277,7 @@ class HostOffer:
         return self._runner.start(partial(self._save, num_tokens, tables_of(block_ids)))
 
     def seal(self) -> Completion[None]:
-        """Report that all is saved; the result raises `GeometryError` otherwise."""
+        """Seal the offer; the result raises `GeometryError` if not all is saved."""
         return self._runner.start(self._seal)
 
     def withdraw(self) -> Completion[None]:

@@ -22,14 +22,15 @@ from kvbus.protocol.ticket import packed_tables
 
 
 class Offer(Handle):
-    """An offer of a prefill engine; the engine may reuse its blocks when ``ended`` has the outcome.
+    """An offer of a prefill engine, made by `Link.offer`.
 
-    Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
-    error ends the offer and is its `error`. ``await`` it until it is made.
+    ``made`` has the ticket; ``await`` of the offer waits for it. ``ended`` has the `Outcome`: then
+    the engine may reuse the blocks. ``ended`` raises if the offer was refused, and `ClosedError`
+    after the link closed.
 
-    Without an agent, calls wait, except `withdraw`. ``ended`` raises if the offer was refused, and
-    `ClosedError` after the link closed. With a stopped agent, the offer has an `error`, and ends
-    when the agent exits or reports the end.
+    Calls return immediately, in any thread, and keep their order. You may ignore their results: an
+    error ends the offer and is its `error`. Without an agent, calls wait, except `withdraw`. With a
+    stopped agent, the offer has an `error`, and ends when the agent exits or reports the end.
     """
 
     def __init__(self, runner: Runner, offers: Offers, state: OfferRequest) -> None:
@@ -62,11 +63,12 @@ class Offer(Handle):
 
     @property
     def error(self) -> KVBusError | None:
+        """The first error of the offer or of a change; it ends the offer."""
         return self._state.error
 
     @property
     def outcome(self) -> Outcome | None:
-        """None before the end, and when no agent reports it."""
+        """The result of ``ended``; None before, and when no agent reports it."""
         has_outcome = self.ended.done() and self.ended.exception() is None
         return self.ended.result() if has_outcome else None
 
@@ -80,8 +82,9 @@ class Offer(Handle):
     ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        ``first_blocks`` is the start of groups without a table; ``after`` is as in `Link.offer`,
-        of the same stream. Raises `GeometryError` for ids that are not unsigned 32-bit integers.
+        ``first_blocks`` has the index of the first block, for groups that had no blocks yet.
+        ``after`` is a number of `Link.record`, of the same stream as before. Raises
+        `GeometryError` for ids that are not unsigned 32-bit integers.
         """
         self._check_stream(after)
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
@@ -96,15 +99,15 @@ class Offer(Handle):
         return self._change(lambda offer_id: SealOffer(offer_id, after), after)
 
     def park(self) -> Completion[None]:
-        """Move the offer into the agent's memory, soon after its seal; `ended` is ``parked`` then.
+        """Move the offer into the agent's pool, soon after its seal; ``ended`` is ``parked`` then.
 
-        It stays where it is while a reader reads it, or the pool is full. Raises ``config`` if the
-        agent has no pool; the offer goes on.
+        The offer stays in the engine's blocks while a reader reads it, or the pool is full. The
+        result raises with code ``config`` if the agent has no pool, and the offer continues.
         """
         return self._change(ParkOffer)
 
     def withdraw(self) -> Completion[None]:
-        """End the offer, because its request was aborted; `ended` follows."""
+        """End the offer, because its request was aborted; ``ended`` follows."""
         return self._change(WithdrawOffer)
 
     def ticket_naming(
@@ -145,13 +148,13 @@ class Offer(Handle):
 
 
 class Fetch(Handle):
-    """A fetch of a decode engine; calls return immediately, in any thread.
+    """A fetch of a decode engine, made by `Link.fetch`; calls return immediately, in any thread.
 
-    ``ended`` has the result when valid KV is in the blocks; it raises `FetchFailed`. Stage ``lost``
-    means that the agent was lost and none followed in time, that the link closed, or that a live
-    agent closed the connection.
+    ``ended`` has a `Fetched` when valid KV is in the blocks; otherwise it raises `FetchFailed`.
+    Stage ``lost`` means that the agent was lost and none followed in time, that the link closed, or
+    that a live agent closed the connection.
 
-    ``freed`` comes with ``ended`` or later, when no process can write into the blocks. It raises
+    ``freed`` arrives with ``ended`` or later, when no process can write into the blocks. It raises
     `PeerLost`, `AgentHungUp` or `ClosedError` if the link cannot know this. Then do not reuse the
     blocks: close the engine's links and register new memory.
     """
@@ -164,7 +167,7 @@ class Fetch(Handle):
 
     @property
     def notice(self) -> Fetched | None:
-        """The agent's report; with stage ``silent``, the agent is stopped."""
+        """The end, also of a failed fetch; None before. Stage ``silent``: the agent is stopped."""
         return self._state.notice
 
     @property
@@ -180,9 +183,9 @@ class Fetch(Handle):
         return self._state.is_free and not (self.awaits_report and not self.is_observed)
 
     def cancel(self, *, release_offer: bool = False) -> Completion[None]:
-        """Cancel: `ended` raises with code ``cancelled``, unless it had ended before.
+        """Cancel the fetch: ``ended`` raises with code ``cancelled``, unless it ended before.
 
-        ``release_offer`` releases the ticket's offer early, also after a failed fetch.
+        ``release_offer`` also releases the ticket's offer, even after a failed fetch.
         """
         done: Completion[None] = Completion(self._fetches.runner)
         self._fetches.runner.post(partial(self._fetches.cancel, self._state, release_offer, done))

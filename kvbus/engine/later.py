@@ -39,7 +39,7 @@ class Completion(Generic[T]):
         return self._calls is None
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait without setting `is_observed`."""
+        """Wait as `wait` does, without setting `is_observed`."""
         error = self.exception(timeout_s)
         if error is not None:
             raise error.with_traceback(None)  # many may share it, and raise it often
@@ -47,6 +47,7 @@ class Completion(Generic[T]):
         return value
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Wait, and return the error, or None for a result; do not set `is_observed`."""
         if not self.done():
             if self._runner is not None and timeout_s != 0:
                 self._runner.check_may_wait()
@@ -77,7 +78,7 @@ class Completion(Generic[T]):
         return self.result()
 
     def add_callback(self, call: Callable[[], object]) -> None:
-        """Run ``call`` where the result arrives, or now if it has; it must not block."""
+        """Run ``call`` in the link's thread or loop, or now if done; it must not block."""
         self.is_observed = True
         self.then(call)
 

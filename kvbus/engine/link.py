@@ -51,21 +51,21 @@ CELLS_ID, SEQUENCE_ID = "kvbus-cells", "kvbus-sequence"
 
 
 class Link:
-    """A link between an engine and the agent at ``attach_path``.
+    """A link between an engine and the agent whose attach socket is ``attach_path``.
 
     When the agent restarts, the link publishes live offers again and repeats live fetches. Without
     an agent, an offer lives for ``ttl_s``, and for ``agent_wait_s`` at least.
 
-    It closes ``memory``, that of the ranks in this process; close links that share it together.
-    With ``control`` False, this is a worker's link, without the scheduler. ``role`` refuses an
-    agent of the other role. ``remote_ranks`` lists this engine's ranks at other agents, by peer
-    endpoint. ``rank_secret`` is one secret (`new_secret`) of all these links.
-    ``request_timeout_s`` bounds replies, and retries at a full agent.
+    ``memory`` is that of the ranks in this process. The link closes it: close links that share
+    memory together. With ``control`` False, this is a worker's link: it registers memory, and
+    neither offers nor fetches. ``role`` refuses an agent of the other role. ``remote_ranks`` lists
+    the ranks of this engine at other agents. ``rank_secret`` is one secret (`new_secret`) for all
+    links of such an engine. ``request_timeout_s`` bounds replies, and retries at a full agent.
 
-    Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
-    ``with`` and `start` use a new thread. ``async with`` uses the running event loop: do not block
-    it. Calls are safe in any thread and event loop. Only entering, `wait_open`, `close`,
-    `Offer.ticket` and waiting for a `Completion` block.
+    Enter the link before its first call. Entering raises the first error, such as `PeerLost` after
+    ``attach_timeout_s`` without an agent. ``with`` and `start` use a new thread. ``async with``
+    uses the running event loop: do not block it. Calls are safe in any thread and event loop. Only
+    entering, `wait_open`, `close`, `Offer.ticket` and waiting for a `Completion` block.
     """
 
     def __init__(
@@ -215,10 +215,12 @@ class Link:
 
     @property
     def is_open(self) -> bool:
+        """Whether everything is registered at an agent."""
         return self._is_open.is_set()
 
     @property
     def problem(self) -> KVBusError | None:
+        """Why the link is not open; None if it is."""
         closed = [kept for kept in self._kept if kept.problem is not None]
         return max(closed, key=lambda kept: kept.has_failed).problem if closed else None
 
@@ -279,10 +281,10 @@ class Link:
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> Fetch:
-        """Fetch tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
+        """Fetch tokens ``first_token`` to ``num_tokens`` - 1 into ``block_ids``.
 
-        Each group lists exactly the blocks of its `GroupSpec.positions`: those of these tokens.
-        With a window, only the last ``window`` tokens before ``num_tokens`` count. A state has one
+        Each group lists exactly the blocks of its `GroupSpec.positions`, in order of position. With
+        a window, only the last ``window`` tokens before ``num_tokens`` count. A state has one
         block. Groups without positions may be absent. Without ``num_tokens``, it takes all tokens
         of the sealed offer that fit; not for engines with windows, or with ranks at other agents.
 
@@ -325,9 +327,9 @@ class Link:
     def ended(self) -> list[Offer | Fetch]:
         """Return the offers and fetches that ended since the last call; never blocks.
 
-        Those with a waiter or a callback are left out. If the blocks of a fetch were not free,
-        it is reported again when they are, or when no agent can confirm it. Call it in each step,
-        or never: from the first call on, the link keeps ended handles until the next call.
+        Those with a waiter or a callback are left out. If the blocks of a fetch are not free, it
+        is reported again when they are, or when ``freed`` raises. Call it in each step, or never:
+        from the first call on, the link keeps ended handles until the next call.
         """
         return self._over.take()
 

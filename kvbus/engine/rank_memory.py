@@ -38,9 +38,10 @@ P = TypeVar("P", bound=Place)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's memory, and the storages that an agent maps, by segment id.
+    """The memory of one rank, and the storages that an agent maps, by segment id.
 
-    With ``direct`` False, NIXL and the NIC never pin it: its KV passes through the agent's slots.
+    `describe_tensors` makes it of an engine's tensors, `allocate` makes a new cache. With
+    ``direct`` False, NIXL and the NIC never pin it: its KV passes through the agent's slots.
     """
 
     rank: RankSpec
@@ -81,7 +82,7 @@ class RankMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes that `allocate` made: one row of uint8."""
+        """All bytes that `allocate` made, as uint8. Raises `LocalError` for other memory."""
         (storage,) = self.storages.values()
         if isinstance(storage, SharedSegment):
             return storage.tensor
@@ -90,13 +91,13 @@ class RankMemory:
         raise LocalError("this memory was not allocated here: its tensors are the engine's")
 
     def close(self) -> None:
-        """Close the descriptors after the last `Link` that uses them; tensors stay valid."""
+        """Close the descriptors, as a `Link` does when it closes; tensors stay valid."""
         for storage in self.storages.values():
             storage.close()
 
 
 class KvCache:
-    """Torch views of ``buffer`` (one row of uint8)."""
+    """Views of a rank's KV cache in ``buffer``, such as `RankMemory.tensor` (one row of uint8)."""
 
     def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
         self.rank = rank
@@ -108,10 +109,10 @@ class KvCache:
                     self._views[layer, part] = tensor[:, number, at]
 
     def view(self, layer: int, part: str) -> torch.Tensor:
-        """Return [block, token, head, dim] with the layout's strides.
+        """Return a part of a layer as [block, token, head, dim], with the layout's strides.
 
-        For a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` for another rank's
-        layer.
+        A state is [block, 1, unit, byte of a unit] in uint8. Raises `KeyError` for a layer of
+        another rank.
         """
         return self._views[layer, part]
 
@@ -154,9 +155,10 @@ def describe_tensors(
     ``head``, ``dim``; absent ones have size 1. Views may have any strides: ``unflatten`` a combined
     axis of blocks and tokens. A state has ``block``, ``head`` for its units, and ``dim``.
 
-    CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
-    before any moves. Raises `GeometryError` for a wrong tensor or a missing layer, and
-    `SegmentError` for memory that cannot be shared.
+    CPU tensors move to shared memory in place, and only their addresses change. Call it while no
+    work runs, and before anything keeps an address. All tensors are checked before any moves.
+    Raises `GeometryError` for a wrong tensor or a missing layer, and `SegmentError` for memory that
+    cannot be shared.
     """
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}

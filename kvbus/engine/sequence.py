@@ -26,7 +26,7 @@ _Words = ctypes.c_uint64 * NUM_SEQUENCE_WORDS
 
 
 class PageName(NamedTuple):
-    """Where a process of this machine finds a page; ``name`` tells pages of machines apart."""
+    """Address of a page of sequence numbers; ``name`` is unique over all machines."""
 
     pid: int
     fd: int
@@ -34,7 +34,7 @@ class PageName(NamedTuple):
 
 
 class PageView:
-    """A page of another process, or of this one, which this object only reads."""
+    """A read-only page of sequence numbers: number n is reached when ``page[n % 512] >= n``."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SEQUENCE_BYTES, prot=mmap.PROT_READ)
@@ -42,7 +42,7 @@ class PageView:
 
     @classmethod
     def open(cls, page: PageName) -> Self | None:
-        """Return None if it is not on this machine, or its process has ended."""
+        """Open a page; return None if it is on another machine, or its process has ended."""
         path = Path(f"/proc/{page.pid}/fd/{page.fd}")
         try:
             if not str(path.readlink()).startswith(f"/memfd:{page.name} "):

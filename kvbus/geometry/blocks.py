@@ -22,7 +22,9 @@ BlockIds = npt.NDArray[np.uint32]
 
 
 class BlockTable(msgspec.Struct, frozen=True):
-    """The blocks of one group; see [Block tables](#block-tables)."""
+    """The blocks of one group, from block ``first_block`` of the request on; see [Block
+    tables](protocol-engine.md#block-tables).
+    """
 
     ids: bytes
     """Up to 1,048,576 block ids as little-endian uint32."""
@@ -31,7 +33,7 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":
-        """Raises `GeometryError` unless the integers fit uint32."""
+        """Make a table of ids; raise `GeometryError` unless they are one row of uint32."""
         if isinstance(block_ids, list | tuple | range) and len(block_ids) <= FEW_IDS:
             with suppress(struct.error):  # other values are checked below
                 return cls(struct.pack(f"<{len(block_ids)}I", *block_ids), first_block)
@@ -45,6 +47,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return cls(ids=ids.astype("<u4").tobytes(), first_block=first_block)
 
     def array(self) -> BlockIds:
+        """Return the ids without a copy; raise `GeometryError` if the last one is incomplete."""
         if len(self.ids) % 4:
             raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
         return np.frombuffer(self.ids, dtype="<u4")
@@ -53,6 +56,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return len(self.ids) // 4
 
     def block(self, number: int) -> int:
+        """Return the id of block ``number`` of the request; raise `IndexError` if it is absent."""
         at = 4 * (number - self.first_block)
         if not 0 <= at <= len(self.ids) - 4:
             raise IndexError(
@@ -61,7 +65,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return int.from_bytes(self.ids[at : at + 4], "little")
 
     def extended(self, more: "BlockTable") -> "BlockTable":
-        """Raises `GeometryError` unless ``more`` starts at the end."""
+        """Append ``more`` in a new table; raise `GeometryError` unless it starts at the end."""
         _check_number(self.array().size + more.array().size)
         if more.first_block != self.first_block + len(self):
             raise GeometryError(

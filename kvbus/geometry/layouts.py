@@ -110,12 +110,13 @@ def lay_out_rank(
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """Return a rank's even share, or one replica if that is empty."""
+    """Return a rank's even share of the KV heads, or one replica if that is empty."""
     first, stop = (rank * num_kv_heads // tp_size for rank in (tp_rank, tp_rank + 1))
     return range(first, max(stop, first + 1))
 
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
+    """Return the layers of the rank's pipeline stage."""
     layers = sorted({layer for group in engine.groups for layer in group.layers})
     stage = rank // engine.tp_size
     first, stop = (at * len(layers) // engine.pp_size for at in (stage, stage + 1))
@@ -123,7 +124,7 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
 
 
 def slot_region(group: GroupSpec, tile: Tile) -> Region:
-    """The region holds ``tile``, packed, as one block. Raises `GeometryError`."""
+    """Return a region that holds ``tile``, packed, as one block. Raises `GeometryError`."""
     check_held(group, tile, "tile")
     if tile.stop <= tile.start:
         raise GeometryError(f"tile has no positions: {tile.start} to {tile.stop}", field="stop")
@@ -133,6 +134,7 @@ def slot_region(group: GroupSpec, tile: Tile) -> Region:
 def staged_regions(
     group: GroupSpec, regions: Iterable[Region], held: Tile, *, num_blocks: int
 ) -> Iterator[Region]:
+    """Yield packed regions, one after the other, for what ``held`` has of ``regions``."""
     end = 0
     for one in regions:
         layers = tuple(layer for layer in one.layers if layer in held.layers)

@@ -21,11 +21,14 @@ DTYPE_SIZES_BYTES = {
 }
 
 
-#     block   num_blocks of the rank's cache        token   slots within one block
-#     layer   the region's layers, in `layers`      kv      the region's parts, in `parts`
-#     head    the region's KV heads                 dim     elements of one head
 class AxisName(StrEnum):
-    """Axes of a region."""
+    """Axes of a region.
+
+    - ``block``: blocks of the rank's cache
+    - ``layer``, ``kv``, ``head``: the region's ``layers``, ``parts`` and KV heads, in their order
+    - ``token``: slots of one block
+    - ``dim``: elements of one head
+    """
 
     BLOCK = "block"
     LAYER = "layer"
@@ -60,7 +63,9 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """The memory of one tensor on one rank; see [Memory](#memory)."""
+    """The memory of one tensor on one rank, of one layer or of several; see
+    [Memory](protocol-engine.md#memory).
+    """
 
     segment_id: Name
     offset_bytes: SizeBytes
@@ -124,12 +129,16 @@ class GroupSpec(msgspec.Struct, frozen=True):
     window: Count | None = None
     """Tokens of a sliding window."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
-    """The parts of an [opaque state](#memory)."""
+    """The parts of an [opaque state](protocol-engine.md#memory), for which most of the above is
+    fixed."""
     optional: bool = False
     """The other side may be without this group."""
 
     def part_shape(self, part: str) -> PartShape:
-        """Return the shape; for a state, units and bytes per unit. Raises `KeyError`."""
+        """Return heads and elements per head; for a state, units and bytes per unit.
+
+        Raises `KeyError` for an unknown part of a state.
+        """
         if not self.state:
             return PartShape(self.num_kv_heads, self.head_dim)
         for one in self.state:
@@ -154,7 +163,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 def state_group(
     name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...], *, optional: bool = False
 ) -> GroupSpec:
-    """Make a group of opaque bytes: one block per request, of any length.
+    """Return a group of opaque bytes: one block per request, of any length.
 
     Without ``layers`` the state belongs to no layer. If ``optional``, the other side may lack it.
     """
@@ -203,8 +212,9 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Tile(msgspec.Struct, frozen=True):
-    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see [Packed
-    reads](#packed-reads).
+    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
+    [Packed reads](protocol-agents.md#packed-reads). Positions are those of the group's block
+    table; for all but a state these are tokens.
     """
 
     group: Name

@@ -13,9 +13,10 @@ NumBlocks = Callable[[str], int]
 def check_offered(
     engine: EngineSpec, tables: Tables, num_tokens: int, *, sealed: bool, num_blocks: NumBlocks
 ) -> None:
-    """In an open offer, a group without tokens needs no table.
+    """Check the tables of an offer.
 
-    A group with a window may lack blocks that its end does not need.
+    In an open offer, a group without tokens needs no table. A group with a window may lack blocks
+    that its end does not need.
     """
     _check_groups(engine, tables, all_groups=sealed)
     for group in engine.groups:
@@ -39,7 +40,10 @@ def check_offered(
 def check_fetched(
     engine: EngineSpec, tables: Tables, first_token: int, num_tokens: int, *, num_blocks: NumBlocks
 ) -> None:
-    """A fetch of no tokens may still read states. An unwanted optional group has an empty table."""
+    """Check the tables of a fetch.
+
+    A fetch of no tokens may still read states. An unwanted optional group has an empty table.
+    """
     _check_groups(engine, tables, all_groups=True)
     for group in engine.groups:
         table = tables[group.name]
@@ -54,6 +58,7 @@ def check_fetched(
 def check_exact(
     group: GroupSpec, table: BlockTable, span: tuple[int, int], *, num_blocks: int
 ) -> None:
+    """Check that the table is exactly the blocks of ``span``, each once."""
     table.check_covers(*span, group.block_size)
     table.check_ids(num_blocks)
 
@@ -61,7 +66,7 @@ def check_exact(
 def check_readable(
     group: GroupSpec, table: BlockTable, span: tuple[int, int], *, num_blocks: int
 ) -> None:
-    """Blocks may repeat, and the table may have more."""
+    """Check that the table includes the blocks of ``span``; blocks may repeat."""
     table.check_holds(*span, group.block_size, group=group.name)
     table.check_below(num_blocks)
 

@@ -24,6 +24,7 @@ MAX_COMPARED_SPANS = 1 << 13
 
 
 def validate_engine(spec: EngineSpec) -> None:
+    """Raise `GeometryError` if groups contradict each other or themselves."""
     attending = [group for group in spec.groups if not group.state]
     held = [pair for group in attending for pair in {*product(group.layers, group.parts)}]
     _require(_differ(group.name for group in spec.groups), "groups", "two groups have one name")
@@ -46,7 +47,10 @@ def validate_engine(spec: EngineSpec) -> None:
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
-    """Regions of two groups may overlap if only blocks of equal id share bytes."""
+    """Raise `GeometryError` if regions leave their segments, overlap, or lack a part of a layer.
+
+    Regions of two groups may overlap if only blocks of equal id share bytes.
+    """
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
     _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
@@ -67,7 +71,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
 
 
 def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
-    """A replica may be missing, but not the last holder of a head."""
+    """Raise `GeometryError` unless the ranks are complete and hold each head at least once."""
     ranks = tuple(ranks)
     ordered = sorted(rank.rank for rank in ranks)
     _require(
@@ -109,6 +113,7 @@ def check_held(group: GroupSpec, held: Region | Tile, where: str) -> None:
 
 
 def check_axes(group: GroupSpec, region: Region, where: str) -> None:
+    """Raise `GeometryError` unless the axes have the sizes of the group and the region."""
     names = [axis.name for axis in region.axes]
     _require(_differ(names), "axes", f"{where}: an axis is named twice")
     check_held(group, region, where)

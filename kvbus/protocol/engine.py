@@ -68,7 +68,7 @@ class Outcome(StrEnum):
 
 
 class Park(StrEnum):
-    """When the agent [parks](#park-an-offer) an offer."""
+    """When the agent [parks](protocol-engine.md#park-an-offer) an offer."""
 
     NEVER = "never"
     WHEN_FULL = "when_full"
@@ -336,7 +336,8 @@ class Fetched(Message, frozen=True):
     """``direct``, ``staged``, ``packed`` or ``mapped``; empty without a read."""
     stages_s: StageTimes = StageTimes()
     whole_blocks: bool = False
-    """If false, the first block of a window has a [gap](#block-tables): do not cache it."""
+    """If false, the first block of a window may have a [gap](protocol-engine.md#block-tables): do
+    not cache it."""
     num_tokens: Size = 0
     """As in ``fetch``, or less with ``at_most``."""
     attempts: Size = 1

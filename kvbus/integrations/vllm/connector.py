@@ -66,8 +66,8 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         require(
             not (is_stateful and options.bidirectional_kv_xfer),
             "bidirectional_kv_xfer",
-            "the next turn cannot load the KV of an answer if the model has states (Mamba, gated "
-            "delta nets, short convolutions). Set bidirectional_kv_xfer to false",
+            "bidirectional_kv_xfer with states (Mamba, gated delta nets, short convolutions): the "
+            "next turn cannot load the KV of an answer. Set bidirectional_kv_xfer to false",
         )
         SchedulerSide.__init__(
             self,

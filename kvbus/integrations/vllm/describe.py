@@ -32,6 +32,7 @@ FLOAT8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "floa
 DRAFT_MODEL, MTP = "draft_model", "mtp"
 """Components of the names of draft layers; vLLM may number these layers from 0."""
 INDEXER = "indexer"
+OTHER_DTYPE = "Use --kv-cache-dtype fp8, fp8_e5m2 or auto"
 HANDED_OFF = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
@@ -158,17 +159,17 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)
-        require(size == 1, name, f"{name} is {size}: kvbus serves no context parallelism, set 1")
+        require(size == 1, name, f"context parallelism: {name} is {size}. Set it to 1")
     require(
         not is_quantized_kv_cache(cache.cache_dtype) or cache.cache_dtype in FLOAT8,
         "kv_cache_dtype",
-        f"the KV cache is quantised as {cache.cache_dtype}: kvbus hands off fp8 with one scale a "
-        "tensor. Start vLLM with --kv-cache-dtype fp8, fp8_e5m2 or auto",
+        f"other quantised caches than fp8 with one scale a tensor: the KV cache is of "
+        f"{cache.cache_dtype}. {OTHER_DTYPE}",
     )
     require(
         not vllm_config.model_config.enable_sleep_mode,
         "enable_sleep_mode",
-        "sleep mode frees the KV cache while the agent has it mapped. Start vLLM without "
+        "sleep mode: it frees the KV cache while the agent has it mapped. Start vLLM without "
         "--enable-sleep-mode",
     )
     images = vllm_config.model_config.multimodal_config
@@ -178,34 +179,34 @@ def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         or images.mm_processor_cache_gb > 0
         or cache.enable_prefix_caching,
         "mm_processor_cache_gb",
-        "without a prefix cache and a cache of processed images, vLLM numbers images and does not "
-        "hash them, so tickets cannot tell them apart. Set --mm-processor-cache-gb above 0",
+        "images without a prefix cache and a cache of processed images: vLLM numbers them and does "
+        "not hash them, so tickets cannot tell them apart. Set --mm-processor-cache-gb above 0",
     )
     speculative = vllm_config.speculative_config
     require(
         speculative is None or not speculative.uses_extract_hidden_states(),
         "speculative_config",
-        "vLLM caches hidden states beside the KV (extract_hidden_states): not served",
+        "hidden states in the cache: extract_hidden_states",
     )
     require(
         not vllm_config.model_config.is_encoder_decoder,
         "model",
-        "encoder-decoder models are not served: their cross attention caches the encoder's states",
+        "encoder-decoder models: their cross attention caches the encoder's states",
     )
     require(
         speculative is None
         or not speculative.uses_draft_kv_cache()
         or parallel.pipeline_parallel_size == 1,
         "pipeline_parallel_size",
-        "draft layers are not served in pipeline stages. Set pipeline_parallel_size to 1, or use a "
-        "method without a draft model (ngram)",
+        "draft layers in pipeline stages. Set pipeline_parallel_size to 1, or use a method without "
+        "a draft model (ngram)",
     )
-    require(len(kv_cache_config.transfer_groups) > 0, "groups", "the model has no KV cache")
+    require(len(kv_cache_config.transfer_groups) > 0, "groups", "a model without a KV cache")
     require(
         not (_has(SlidingWindowSpec, kv_cache_config) and kv_cache_config.needs_kv_cache_zeroing),
         "groups",
-        "sliding windows beside states, or in a cache of mixed precision, are not served: vLLM "
-        "expects zeros in front of a window",
+        "sliding windows beside states, or in a cache of mixed precision: vLLM expects zeros in "
+        "front of a window",
     )
 
 
@@ -218,27 +219,28 @@ def _refuse_cache(cache: Any, group: Any) -> None:
     kind = type(cache).__name__
     where = f"the group of {', '.join(group.layer_names[:2])} ..."
     plain = not group.host_resident and group.role is KVCacheGroupRole.DEFAULT
-    require(plain and group.enable_kv_transfer, "groups", f"{where} is of HiSparse: not served")
+    require(plain and group.enable_kv_transfer, "groups", f"HiSparse: {where}")
     require(
         type(cache) in SERVED,
         "groups",
-        f"{where} is a {kind}: kvbus serves full attention, sliding windows, MLA and states",
+        "other caches than of full attention, sliding windows, MLA and states: "
+        f"{where} is a {kind}",
     )
     if isinstance(cache, MambaSpec):
         return
     require(
         cache.kv_quant_mode in HANDED_OFF,
         "kv_cache_dtype",
-        f"{where} is quantised as {cache.kv_quant_mode.name}: use --kv-cache-dtype fp8 or auto",
+        f"quantised layers: {where} is {cache.kv_quant_mode.name}. {OTHER_DTYPE}",
     )
-    require(cache.tokens_per_state == 1, "groups", f"{where} compresses tokens: not served")
+    require(cache.tokens_per_state == 1, "groups", f"compressed tokens: {where}")
     require(
         not any(INDEXER in name.split(".") for name in group.layer_names),
         "groups",
-        f"{where} is the index of sparse attention (DSA): not served",
+        f"the index of sparse attention (DSA): {where}",
     )
     if isinstance(cache, SlidingWindowSpec):
-        require(cache.sliding_window > 1, "sliding_window", f"{where} has a window of one token")
+        require(cache.sliding_window > 1, "sliding_window", f"windows of one token: {where}")
 
 
 def _numbered(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
@@ -278,8 +280,8 @@ def _num_kernel_blocks(name: str, kv_cache_config: Any, tensor: Any) -> int:
     require(
         num_split == num_blocks or not kv_cache_config.needs_kv_cache_zeroing,
         "attention_backend",
-        f"the attention of layer '{name}' splits blocks, which kvbus does not serve beside states "
-        "or in a cache of mixed precision. Use --attention-backend FLASH_ATTN or TRITON_ATTN",
+        "attention that splits blocks, beside states or in a cache of mixed precision: layer "
+        f"'{name}'. Use --attention-backend FLASH_ATTN or TRITON_ATTN",
     )
     return num_split // num_blocks
 
@@ -289,7 +291,9 @@ def _attention(cache: Any, name: str, vllm_config: Any) -> Iterator[GroupSpec]:
     dtype = str(cache.dtype).removeprefix("torch.")
     if cache.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:  # torch may call it uint8
         dtype = FLOAT8.get(vllm_config.cache_config.cache_dtype, dtype)
-    require(dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"a KV cache of {dtype} is not served")
+    require(
+        dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"other dtypes: the KV cache is of {dtype}"
+    )
     is_latent = isinstance(cache, MLAAttentionSpec)
     whole = GroupSpec(
         name=_kind(cache),
@@ -339,7 +343,7 @@ def _num_kv_heads(cache: Any, name: str, vllm_config: Any) -> int:
     require(
         total <= tp_size and tp_size % total == 0,
         "num_kv_heads",
-        f"a layer has one KV head on each of {tp_size} ranks, the model says {total} in all: "
-        "layers that differ in KV heads are not served at this tensor parallel size",
+        "layers that differ in KV heads, at this tensor parallel size: one has one KV head on each "
+        f"of {tp_size} ranks, the model says {total} in all",
     )
     return total

@@ -38,20 +38,20 @@ def refuse_state(spec: MambaSpec, vllm_config: Any) -> None:
     require(
         spec.mamba_type in SERVED and not spec.tp_replicated,
         "groups",
-        f"a state of kind {kind} is not served: Mamba 1 and 2, gated delta nets and short "
-        "convolutions are",
+        "other states than of Mamba 1 and 2, gated delta nets and short convolutions: one is of "
+        f"kind {kind}",
     )
     num_tensors = 1 if spec.mamba_type is Kind.SHORT_CONV else 2
     require(
         len(spec.shapes) == num_tensors,
         "mamba_backend",
-        f"a state of kind {kind} has {len(spec.shapes)} tensors, kvbus hands off {num_tensors}: "
-        "use another --mamba-backend",
+        f"states in other tensors: kind {kind} has {len(spec.shapes)}, kvbus hands off "
+        f"{num_tensors}. Use another --mamba-backend",
     )
     require(
         spec.num_speculative_blocks == 0,
         "speculative_config",
-        "states with speculative decoding are not served: vLLM keeps one for each draft",
+        "states with speculative decoding: vLLM keeps one for each draft",
     )
     state_of(spec, 0, vllm_config)
 

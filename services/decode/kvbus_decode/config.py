@@ -26,38 +26,33 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     fetch_timeout_s: Duration = 60.0
     """Default deadline of a fetch."""
     fetches_at_once: Bound = 32
-    """Most fetches that start before one of them ends or stalls. The others wait in order, without
+    """Most fetches that run at a time, stalled ones not counted. Others wait in order, without
     leases."""
     lease_s: Duration = 10.0
-    """Requested duration of a lease; renewed after a third of it."""
+    """Requested lease; renewed after a third of it."""
     request_timeout_s: Duration = 5.0
-    """Time after which a prefill agent without a reply to a handshake or an acquire counts as
+    """Time without a reply to a handshake or an acquire after which a prefill agent counts as
     unreachable."""
     allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
     """Addresses that this agent may connect to, such as `10.0.0.7`, `10.1.0.0/16:7701-7702` or
-    `[fd00::/8]:7000-7999`. Names are resolved before the comparison. Empty: any address from a
-    ticket or another agent."""
+    `[fd00::/8]:7000-7999`; names are resolved first. Empty: any."""
     peers: Annotated[tuple[Listing, ...], Meta(max_length=1024)] = ()
-    """Prefill agents to connect to, and to shake hands with, before the first fetch from them. Each
-    is `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`. They must allow it (shake_hands_ahead).
-    """
+    """Prefill agents to connect to and shake hands with at startup: `tcp://HOST:PORT`, with keys
+    `tcp://HOST:PORT KEY`. They must allow it (shake_hands_ahead)."""
     max_peers: Bound = 256
-    """Most prefill agents at a time; idle ones make room. Holds connect to half as many at most."""
+    """Most prefill agents at a time; idle ones make room. Holds connect to half at most."""
     idle_peer_s: Duration = 600.0
-    """Time without a read after which a prefill agent is disconnected, and its resources are freed.
-    """
+    """Time without a read after which a prefill agent is disconnected."""
     quarantine_timeout_s: Duration = 10.0
-    """Wait for aborted READs if their prefill agent is stopped or cut off. Then the agent replaces
-    its data process; other READs fail and are retried."""
+    """Wait for aborted READs of a stopped or unreachable prefill agent. Then the data process is
+    replaced; other READs are retried."""
 
     path: Literal["auto", "direct", "staged", "packed", "mapped"] = "auto"
-    """Path of KV. `direct`: from blocks into blocks. `staged`: through staging slots here.
-    `packed`: through slots on both sides. `mapped`: a copy from a prefill engine's memory on this
-    machine. `auto`: the agent chooses."""
+    """Path of KV. `direct`: blocks to blocks. `staged`: through slots here. `packed`: through slots
+    on both sides. `mapped`: a copy on this machine. `auto`: the agent chooses."""
     digest: Literal["off", "sampled", "full"] = "off"
-    """Whether to compare digests of the bytes read with those of the prefill engine before a fetch
-    completes: `full` for all, `sampled` for a 64th. If they differ, the fetch fails with
-    `digest_mismatch`."""
+    """Whether to compare digests of the bytes read with the prefill engine's: `full` for all,
+    `sampled` for a 64th. A difference fails the fetch: `digest_mismatch`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if len(self.peers) > self.max_peers:

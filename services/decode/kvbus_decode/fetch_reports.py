@@ -30,51 +30,48 @@ from kvbus_decode.read_table import TransferState
 log = structlog.get_logger()
 
 READINGS = {
-    "fetches": "Fetches that are live, draining ones included.",
-    "parts": "Parts of fetches that are read for engines whose home is another agent.",
+    "fetches": "Live fetches, draining ones included.",
+    "parts": "Parts of fetches that are read for engines of another home.",
     "queued_fetches": "Fetches that wait for their turn.",
-    "holds": "Offers that local engines hold while their requests are queued.",
-    "waiting_requests": "Requests that wait for GPU work of their engine.",
-    "draining_fetches": "Fetches that ended while transfers were in flight.",
-    "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
-    "peers": "Prefill agents that this agent talks to.",
+    "holds": "Offers that local engines hold for queued requests.",
+    "waiting_requests": "Requests that wait for GPU work.",
+    "draining_fetches": "Fetches that ended with transfers in flight.",
+    "quarantined_blocks": "Blocks that a transfer can still write into.",
+    "peers": "Connected prefill agents.",
     "silent_peers": "Prefill agents that do not answer pings.",
-    "listed_peers": "Prefill agents that are listed in peers.",
-    "connected_peers": "Listed prefill agents that are ready for the first fetch.",
+    "listed_peers": "Prefill agents in peers.",
+    "connected_peers": "Prefill agents in peers that are ready.",
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
-    "ended_bytes": "What is known of fetches that have ended.",
-    "mapped_bytes": "Memory of prefill engines of this machine that is mapped.",
+    "ended_bytes": "Memory of records of ended fetches.",
+    "mapped_bytes": "Mapped memory of prefill engines of this machine.",
 }
 
 
 class DecodeMetrics:
     def __init__(self, agent: AgentMetrics) -> None:
-        self._handoffs = agent.tally(
-            "kvbus_handoffs", "Handoffs that ended, by outcome and error code.", "outcome", "code"
-        )
+        self._handoffs = agent.tally("kvbus_handoffs", "Ended handoffs.", "outcome", "code")
         self._undecided = agent.tally(
             "kvbus_undecided_fetches",
-            "Fetches that ended before the prefill agent had answered whether their bytes are "
-            "good, by error code: it may have completed the offer.",
+            "Fetches that ended before the prefill agent confirmed or rejected their bytes.",
             "code",
         )
         self._retries = agent.tally(
             "kvbus_fetch_retries",
-            "Attempts of fetches that failed and were repeated, by error code.",
+            "Failed attempts that were retried.",
             "code",
         )
-        self._bytes = agent.tally("kvbus_read_bytes", "Bytes that ended fetches have read.")
+        self._bytes = agent.tally("kvbus_read_bytes", "Bytes that ended fetches read.")
         self._stages_s = agent.times(
             "kvbus_stage_seconds",
-            "Time that a handoff spent in a stage.",
+            "Time of a handoff in a stage.",
             label="stage",
             of=[stage.value for stage in STAGES],
         )
         self._handoff_s = agent.times("kvbus_handoff_seconds", "Time from a fetch to its end.")
         self.digests = agent.tally(
             "kvbus_digests",
-            "Pieces of KV that were compared with the prefill engine's, by what came of it.",
+            "Compared pieces of KV.",
             "outcome",
         )
 

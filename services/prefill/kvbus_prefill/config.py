@@ -17,29 +17,28 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     offer_ttl_s: Duration = 120.0
     """Default time that an offer waits for a reader."""
     ticket_lifetime_s: Duration = 3600.0
-    """Validity of a signed ticket; longer than its offer waits or grows."""
+    """Validity of a signed ticket; set it longer than offers wait or grow."""
     ticket_blocks: Annotated[int, Meta(ge=0, le=MAX_TICKET_BLOCKS)] = 1024
-    """Most blocks of a sealed offer that its ticket names, about 5.5 bytes each. A decode agent can
-    read them before its first request. 0: none."""
+    """Most blocks of a sealed offer that its ticket lists, about 5.5 bytes each; a decode agent can
+    read them immediately. 0: none."""
     max_lease_s: Duration = 30.0
-    """Longest lease that one acquire or renewal grants."""
+    """Longest lease of one acquire or renewal."""
     max_hold_s: Duration = 600.0
-    """Longest time that one reader may renew its lease, or that readers without a lease keep an
-    offer: those in the queue of a decode engine, or those of an open offer."""
+    """Longest time that a reader may renew its lease, or that readers without a lease, queued or of
+    an open offer, keep an offer."""
     late_read_s: Duration = 30.0
-    """Time for which reads of a revoked or expired lease are still served, so that their reader
-    gets its blocks back. A dead engine's addresses are kept as long."""
+    """Time for which reads of an ended lease are still served, so that the reader gets its blocks
+    back. A dead engine's addresses are kept as long."""
     shake_hands_ahead: Literal["keys", "anybody", "nobody"] = "keys"
-    """Decode agents that may shake hands before they have a ticket. `keys`: those with a key that
-    is trusted as `decode`. `anybody`: all that reach the peer socket. `nobody`: none. After a
-    handshake, an agent can read the engines' memory by NIXL."""
+    """Decode agents that may shake hands before they have a ticket: those with a trusted `decode`
+    key (`keys`), `anybody` or `nobody`. After a handshake, an agent can read the engines' memory by
+    NIXL."""
 
     park_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
-    """Memory of the pool for parked offers, for each engine: the agent copies blocks there, and
-    the engine reuses them before the reader comes. 0: offers wait in the engine's blocks. Parking
-    costs a copy, and memory that only pays off where decode is slower than prefill."""
+    """Pool for parked offers, for each engine: the agent copies blocks there, and the engine reuses
+    them early. 0: none. It pays off only where decode is slower than prefill."""
     park_after_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.0
-    """Time that a sealed offer waits for its reader before it is parked; 0: none."""
+    """Time that a sealed offer waits for its reader before it is parked."""
 
     @property
     def offer_limits(self) -> OfferLimits:

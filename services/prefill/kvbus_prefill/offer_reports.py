@@ -23,43 +23,43 @@ from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.slot_table import SlotEntry, SlotState, SlotTable
 
 READINGS = {
-    "offers": "Offers that are live.",
-    "parked_offers": "Parked offers, which are live.",
+    "offers": "Live offers.",
+    "parked_offers": "Live parked offers.",
     "pool_bytes": "Memory of pools for parked offers.",
     "pool_used_bytes": "Bytes of pool blocks in use.",
-    "leases": "Leases that are live.",
-    "awaited_offers": "Requests for tickets of offers that have not been made yet.",
-    "held_offers": "Offers that readers in the queue of a decode engine have held.",
+    "leases": "Live leases.",
+    "awaited_offers": "Requests for tickets of offers that are not made yet.",
+    "held_offers": "Offers that queued readers hold.",
     "packs": "Tiles that wait for a staging slot.",
     "slots": "Staging slots in use.",
-    "waiting_requests": "Requests that wait for GPU work of their engine.",
-    "ended_bytes": "What is known of offers that have ended.",
+    "waiting_requests": "Requests that wait for GPU work.",
+    "ended_bytes": "Memory of records of ended offers.",
     "engines": "Local engines.",
-    "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
-    "memory_readers": "Maps of an engine's memory that decode agents of this machine have.",
+    "progress_tokens": "Reasons to drive NIXL: leases, late reads, handshakes.",
+    "memory_readers": "Decode agents' maps of an engine's memory.",
 }
 
 
 class PrefillMetrics:
     # No labels for requests, offers or peers: these are unbounded.
     def __init__(self, agent: AgentMetrics) -> None:
-        self.offers = agent.tally("kvbus_offers", "Offers that ended, by outcome.", "outcome")
+        self.offers = agent.tally("kvbus_offers", "Ended offers.", "outcome")
         self.parked = agent.tally(
             "kvbus_parked_ends",
-            "Parked offers that ended, by outcome: completed ones were read from the pool.",
+            "Ended parked offers; completed ones were read from the pool.",
             "outcome",
         )
         self.parked_bytes = agent.tally("kvbus_parked_bytes", "Bytes copied into pools.")
         self.park_s = agent.times(
             "kvbus_park_seconds", "Time from the seal of an offer until it was parked."
         )
-        self.leases = agent.tally("kvbus_leases", "Leases that ended, by reason.", "reason")
+        self.leases = agent.tally("kvbus_leases", "Ended leases.", "reason")
         self.offer_life_s = agent.times(
             "kvbus_offer_life_seconds", "Time from an offer to its release."
         )
         self.packed_bytes = agent.tally("kvbus_packed_bytes", "Bytes gathered into staging slots.")
         self.gather_s = agent.times(
-            "kvbus_gather_seconds", "Time of one gather into a staging slot, in its thread."
+            "kvbus_gather_seconds", "Time of one gather into a staging slot."
         )
 
 

@@ -8,5 +8,5 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_the_table_of_kinds_is_up_to_date() -> None:
     page = runpy.run_path(str(DOCS / "generate_kinds.py"))["page"]()
-    written = (DOCS / "engines.md").read_text()
+    written = (DOCS / "engine-support.md").read_text()
     assert written == page, "stale: run python docs/generate_kinds.py"

@@ -68,7 +68,8 @@ def test_a_command_that_is_no_program_is_a_mistake(command: str) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_scenes_and_rules_are_those_of_the_pages(role: str) -> None:
     page = (DOCS / "conformance.md").read_text()
-    lists = re.findall(rf"^Of (?:{role} engines|both):\n\n((?:- .*\n)+)", page, re.MULTILINE)
+    named = f"{role.capitalize()} engines|Both"
+    lists = re.findall(rf"^(?:{named}):\n\n((?:- .*\n)+)", page, re.MULTILINE)
     scenes = {scene for one in lists for scene in re.findall(r"^- `(\w+)`:", one, re.MULTILINE)}
     headings = re.findall(r"^#+ (.+)$", (DOCS / "protocol-engine.md").read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
