@@ -35,7 +35,7 @@ FIELDS = {
     "PrometheusRule": {"groups"},
     "LeaderWorkerSet": {"replicas", "leaderWorkerTemplate"},
 }
-ENDPOINT_FIELDS = {"port", "path", "interval", "authorization"}
+ENDPOINT_FIELDS = {"port", "path", "interval", "authorization", "relabelings"}
 RULE_FIELDS = {"alert", "expr", "for", "labels", "annotations"}
 GROUP_FIELDS = {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
 AGENT, NAME, ADDRESS = "kvbus", "pod-0", "10.0.0.7"
