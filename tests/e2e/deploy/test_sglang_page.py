@@ -62,9 +62,9 @@ def test_each_agent_has_a_key_and_trusts_the_other_in_its_role(
     )
 
     assert key.is_file()
-    assert [(one.name, one.roles, one.key) for one in TrustedKeys(trusted)] == [
-        (f"{other}-0", {other}, read_public(hosts[other] / key.name))
-    ]
+    (one,) = TrustedKeys(trusted)
+    assert (one.name, [*one.roles]) == (f"{other}-0", [other])
+    assert one.key == read_public(hosts[other] / key.name)
     assert not config.insecure
 
 
@@ -93,4 +93,4 @@ def test_servers_listen_where_router_and_decode_connect(tmp_path: Path, role: st
     routed = re.findall(rf"--{role} http://(\S+):(\d+) ?(\d+)?", router)
 
     assert routed == [(host, port, *(bootstrap or [""]))]
-    assert config_of(role, tmp_path).peer_bind == f"tcp://{host}:7701"
+    assert config_of(role, tmp_path).peer_bind.startswith(f"tcp://{host}:")
