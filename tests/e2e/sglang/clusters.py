@@ -1,4 +1,4 @@
-"""Clusters: a prefill and a decode SGLang, the agents beside them, and a router's part.
+"""Clusters: a prefill and a decode SGLang, the agents beside them with keys, and a router's part.
 
 A start takes half a minute of all cores, and so tests share clusters: there are few, and modules of
 one cluster follow each other.
@@ -13,10 +13,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from kvbus.protocol import Role
 from kvbus.spawn import free_port
 from tests.e2e.sglang.servers import Call, RefusedError, SglangServer
 from tests.e2e.vllm.models import VOCABULARY
 from tests.support.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.support.keyring import KeyRing
 
 NUM_TOKENS = 12
 CHUNK_TOKENS = 256
@@ -200,8 +202,9 @@ def cluster(shape: Shape, models: Path, folder: Path) -> Iterator[Cluster]:
     port = free_port()
     with agents_ended(Agents) as agents:
         sides = {"prefill": shape.prefill, "decode": shape.decode}
+        ring = KeyRing(agents.folder)
         for role in sides:
-            agents.prepare(role)
+            ring.prepare(agents, Role(role), f"{role}-0")
         if shape.agents_first:
             agents.start(*agents.all)
         modes = {
