@@ -21,7 +21,7 @@ from msgspec import inspect as types
 
 from kvbus import geometry
 from kvbus.errors import ErrorCode
-from kvbus.protocol import attach, engine, peer, tools
+from kvbus.protocol import engine, tools
 from kvbus.protocol.message import (
     EVENTS,
     NOTICES,
@@ -53,14 +53,6 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         engine.EndedOffer,
         engine.StageTimes,
     ),
-    "agent types": (
-        geometry.Tile,
-        peer.EngineMemory,
-        peer.HeldOffer,
-        attach.MemorySocket,
-        attach.LentSegment,
-        attach.LentCuda,
-    ),
     "tool types": (
         tools.Sharing,
         tools.PeerView,
@@ -79,6 +71,8 @@ SECTIONS: dict[str, tuple[Socket, ...]] = {
     "peer": (Socket.PREFILL_PEER, Socket.DECODE_PEER),
     "memory": (Socket.MEMORY,),
 }
+OF_AGENTS = ("peer", "memory")
+"""Messages between agents: their fields are in the schema alone."""
 TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
 """Who may ask what the page for tools has."""
 FOR_SPANS = ("traceparent", "sent_s", "wanted_s")
@@ -160,12 +154,13 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     asked["tools"] = [kind for kind in asked["peer"] if kind.allowed_roles & TOOLS]
     asked["peer"] = [kind for kind in asked["peer"] if kind not in asked["tools"]]
     events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
+    for name in OF_AGENTS:
+        yield name, [_summary(kind) for kind in asked[name]]
     pages: dict[str, tuple[tuple[str, ...], Kinds]] = {
         "engines": (
             ("attach", "engine", "prefill", "decode"),
             [*NOTICES.values(), *SHARED["memory types"]],
         ),
-        "agents": (("peer", "memory"), [*SHARED["agent types"]]),
         "tools": (("tools",), [*events, *SHARED["tool types"], Rendezvous]),
     }
     everywhere: dict[str, str] = {}
@@ -211,6 +206,12 @@ def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
     yield ""
 
 
+def _summary(kind: type[Request[Any]]) -> str:
+    """One item for a message, with the names of its body and its reply in the schema."""
+    reply = "" if kind.reply is Empty else f", reply `{kind.reply.__name__}`"
+    return f"- `{kind.op}` (`{kind.__name__}`{reply}): {_described(kind)}"
+
+
 def _permissions(kinds: Sequence[type[Request[Any]]]) -> Iterator[str]:
     yield from ("| role of the key | requests | events |", "| --- | --- | --- |")
     for role in Role:
@@ -240,9 +241,7 @@ def _for_spans() -> dict[str, str]:
 def _struct(
     heading: str, kind: type[msgspec.Struct], common: dict[str, str] | None = None
 ) -> Iterator[str]:
-    if not text_of(kind):
-        raise Undocumented(f"{kind.__name__}: nothing says what it is")
-    yield from (f"#### {heading}", "", text_of(kind), "")
+    yield from (f"#### {heading}", "", _described(kind), "")
     yield from _fields(kind, common)
 
 
@@ -294,6 +293,12 @@ def _codes() -> Iterator[str]:
             raise Undocumented(f"nothing says when '{code}' comes, and what to do then")
         remedy = "" if then == NO_REMEDY else f" *{then[:1].upper()}{then[1:]}*"
         yield f"- `{code.value}`: {when}{remedy}"
+
+
+def _described(kind: type) -> str:
+    if not text_of(kind):
+        raise Undocumented(f"{kind.__name__}: nothing says what it is")
+    return text_of(kind)
 
 
 def text_of(kind: type) -> str:

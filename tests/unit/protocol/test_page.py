@@ -21,7 +21,9 @@ EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]
 def test_page_tables_match_declarations_and_name_every_message() -> None:
     texts = {path: path.read_text() for path in PAGES}
     heading = re.compile(r"^(?:#### `([a-z_]+)`|Reply, `(\w+)`:)$", re.M)
+    summary = re.compile(r"^- `([a-z_]+)` \(`\w+`(?:, reply `(\w+)`)?\): ", re.M)
     shown = {each for text in texts.values() for each in heading.findall(text)}
+    shown |= {each for text in texts.values() for each in summary.findall(text)}
     replies = {kind.reply for kinds in REQUESTS.values() for kind in kinds.values()}
     assert pages() == texts, "stale: run python docs/generate_protocol.py"
     assert {op for kinds in REQUESTS.values() for op in kinds} <= {op for op, _ in shown}
