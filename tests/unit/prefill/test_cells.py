@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from kvbus import protocol
 from kvbus.errors import ErrorCode
-from kvbus.protocol import NUM_CELLS, CellNames, CommitCell, Outcome, Ticket
-from kvbus.protocol.ticket import pooled_ticket
+from kvbus.protocol import NUM_CELLS, CellNames, CommitCell, Outcome, Ticket, pooled_ticket
 from kvbus_prefill.offer import events
 from kvbus_prefill.offer.table import OfferTable
 from tests.support.examples import num_examples
