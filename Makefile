@@ -30,7 +30,7 @@ PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs docs-site schema wheel clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs docs-site wheel clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -152,6 +152,9 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/generate_reference.py
 	PYTHONPATH=. $(BIN)/python docs/generate_tables.py
 	PYTHONPATH=. $(BIN)/python docs/generate_kinds.py
+	PYTHONPATH=. $(BIN)/python docs/generate_schema.py
+	PYTHONPATH=. $(BIN)/python docs/generate_frames.py
+	PYTHONPATH=. $(BIN)/python docs/generate_alerts.py
 	$(BIN)/python docs/generate_architecture.py
 	$(BIN)/python -m tests.unit.vectors.generate
 
@@ -164,9 +167,6 @@ wheel: $(INSTALLED) ## Build dist/: the sources, and a wheel that a package inde
 	$(BIN)/python -m build --outdir dist > /dev/null
 	PATH=$(BIN):$$PATH auditwheel repair --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
-
-schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all messages
-	PYTHONPATH=. $(BIN)/python docs/generate_schema.py
 
 clean: ## Remove the environments and caches
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(KERNEL) .mypy_cache .ruff_cache .pytest_cache .hypothesis

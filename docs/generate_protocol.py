@@ -21,7 +21,7 @@ from msgspec import inspect as types
 
 from kvbus import geometry
 from kvbus.errors import ErrorCode
-from kvbus.protocol import engine, tools
+from kvbus.protocol import attach, engine, peer, tools
 from kvbus.protocol.message import (
     EVENTS,
     NOTICES,
@@ -63,6 +63,15 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         tools.OtherAgent,
     ),
 }
+AGENT_TYPES: tuple[type[msgspec.Struct], ...] = (
+    geometry.Tile,
+    peer.EngineMemory,
+    peer.HeldOffer,
+    attach.MemorySocket,
+    attach.LentSegment,
+    attach.LentCuda,
+)
+"""Types between agents, which the schema describes alone."""
 SECTIONS: dict[str, tuple[Socket, ...]] = {
     "attach": (Socket.ATTACH,),
     "engine": (Socket.ENGINE,),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from docs.generate_protocol import DOCS, SHARED, meanings, text_of
+from docs.generate_protocol import AGENT_TYPES, DOCS, SHARED, meanings, text_of
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import (
     EVENTS,
@@ -33,7 +33,7 @@ def schema() -> str:
     others: list[Any] = [*NOTICES.values(), *EVENTS.values(), RequestFrame, Reply, Notice]
     named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket, Rendezvous]))
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
-    for kind in (*named, *chain.from_iterable(SHARED.values())):
+    for kind in (*named, *AGENT_TYPES, *chain.from_iterable(SHARED.values())):
         component, words = components[kind.__name__], meanings(kind)
         component |= {"description": _plain(text_of(kind))} if kind.__doc__ else {}
         for name, described in component["properties"].items():
