@@ -32,7 +32,7 @@ def header() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "/* Names and limits of docs/protocol-engine.md. Generated: python docs/generate_header.py */"
+    yield "/* Names of docs/protocol-engine.md. Generated: python docs/generate_header.py */"
     yield "#pragma once"
     yield from ("", "enum {", *(f"    KVBUS_{name} = {n}," for name, n in LIMITS.items()), "};")
     for socket, title in SECTIONS.items():

@@ -1,4 +1,4 @@
-/* Names and limits of docs/protocol-engine.md. Generated: python docs/generate_header.py */
+/* Names of docs/protocol-engine.md. Generated: python docs/generate_header.py */
 #pragma once
 
 enum {
