@@ -86,7 +86,7 @@ $(KERNEL): hatch_build.py kvbus/memory/copy_runs.c | $(INSTALLED)
 
 # Tests that need one of these are skipped without it, and say so; in CI they fail. So are those that need kubectl 1.27
 # or later: Debian's kustomize is too old for the manifests.
-DEBIAN_PACKAGES := chromium fonts-dejavu-core prometheus g++ make libc6-dev libzmq3-dev libmsgpack-dev iproute2 systemd
+DEBIAN_PACKAGES := chromium fonts-dejavu-core prometheus g++ make libc6-dev cmake pkg-config libzmq3-dev libmsgpack-dev iproute2 systemd
 debian-packages: ## Install what some tests need of Debian: a browser, promtool, C and C++ compilers, systemd-analyze
 	dpkg -s $(DEBIAN_PACKAGES) > /dev/null 2>&1 || { apt-get update -q \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(DEBIAN_PACKAGES); }

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "kvbus" / "memory"
+ROOT = Path(__file__).parent
+FOLDER = ROOT / "kvbus" / "memory"
 SOURCE, LIBRARY = FOLDER / "copy_runs.c", FOLDER / "copy_runs.so"
 
 
@@ -54,6 +55,18 @@ def add_kernel(version: str, build_data: dict[str, Any], folder: Path) -> str | 
     return problem
 
 
+def add_protocol(build_data: dict[str, Any]) -> None:
+    """Add what authors of engines in other languages need. An image is built without it."""
+    vectors = (ROOT / "tests" / "unit" / "vectors").glob("*.json")
+    folders = dict.fromkeys(vectors, "vectors")
+    for name in ("docs/protocol.schema.json", "examples/c/protocol.h"):
+        folders[ROOT / name] = ""
+    for source, folder in folders.items():
+        if source.exists():
+            target = Path("kvbus", "protocol", folder, source.name)
+            build_data["force_include"][str(source)] = str(target)
+
+
 def told(problem: str) -> str:
     """What a person is told of it."""
     return (
@@ -72,9 +85,11 @@ else:
         """Runs before each wheel, editable ones included."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Put the kernel into the wheel."""
+            """Put the kernel into the wheel; a published one has files of the protocol, too."""
             self._folder = tempfile.TemporaryDirectory(prefix="kvbus-build-")
             problem = add_kernel(version, build_data, Path(self._folder.name))
+            if version != "editable":
+                add_protocol(build_data)
             if problem is not None:
                 self.app.display_warning(told(problem))
 

@@ -1,5 +1,6 @@
 """The protocol pages, the C header and the schema match the declarations; examples are true."""
 
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from docs import generate_frames, generate_protocol, generate_schema
 from docs.generate_header import HEADER, header
 from docs.generate_protocol import PAGES, pages
+from hatch_build import add_protocol
 from kvbus.geometry import BlockTable
 from kvbus.memory.attach import decode_body, decode_length
 from kvbus.protocol import REQUESTS, Message, RequestFrame, Role, Socket, decode, from_body
@@ -100,3 +102,14 @@ def test_page_strides_match_arrays_of_same_shape() -> None:
         array = np.empty(shape, dtype=np.uint16)
         assert array.strides == tuple(map(int, strides.split(","))), name
     assert len(EXAMPLE_STRIDES) == 2
+
+
+def test_wheel_has_schema_header_and_vectors() -> None:
+    wheel: dict[str, Any] = {"force_include": {}}
+
+    add_protocol(wheel)
+
+    placed = set(wheel["force_include"].values())
+    assert {f"kvbus/protocol/{name}" for name in ("protocol.schema.json", "protocol.h")} <= placed
+    assert "kvbus/protocol/vectors/engine.json" in placed
+    assert all(map(os.path.exists, wheel["force_include"]))
