@@ -85,7 +85,7 @@ class Pooled(Value, frozen=True):
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a reader must know of the pool, by field of its ticket."""
+        """Return what a reader must know of the pool, by field of its ticket."""
         fields = ("engine_id", "engine_instance", "blocks", "cell")
         return {name: getattr(self, name) for name in fields}
 
