@@ -1,4 +1,4 @@
-"""vLLM's connector to kvbus, for ``kv_connector_module_path``. It needs vLLM 0.32 or later."""
+"""vLLM's connector to kvbus, registered as a plugin. It needs vLLM 0.32 or later."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING

@@ -42,7 +42,7 @@ class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys of ``kv_connector_extra_config``; see docs/vllm.md."""
+    """Keys of ``kv_connector_extra_config``; see docs/vllm-reference.md."""
 
     endpoint: AttachSocket | Endpoints
     model_id: str = ""

@@ -27,6 +27,8 @@ KV_BYTES = 128 << 20
 TAIL_CHARS = 6000
 TROUBLE = re.compile("(WARNING|ERROR).*kvbus", re.IGNORECASE)
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+NETWORK = "TESTS_NETWORK_NAMESPACE"
+"""Variable that names the network namespace of a server; without it, that of the test."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

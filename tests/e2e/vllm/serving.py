@@ -10,6 +10,7 @@ this module, and the others from a nursery: a copy of their parent as it was bef
 What `multiprocessing` spawns reads what it is to do from its pipe, as after an exec.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing import util
+from pathlib import Path
 from typing import Any
 
 from tests.e2e.vllm.guard import PR_SET_CHILD_SUBREAPER, adopt_orphans, prctl, watch
-from tests.e2e.vllm.servers import ENTRY, ENVIRONMENT
+from tests.e2e.vllm.servers import ENTRY, ENVIRONMENT, NETWORK
 from tests.support.forked import end_at_once
 
 import_module("setproctitle").getproctitle()  # it looks for its place beside the environment
@@ -31,6 +33,7 @@ ABOVE_ALL_OTHERS = 900
 """Numbers of descriptors that are in nobody's way."""
 MAX_REQUEST_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
@@ -38,11 +41,20 @@ def main() -> None:
     prctl(PR_SET_PDEATHSIG, 0)  # it outlives who has started it for as long as ending all takes
     os.setpgid(0, 0)
     adopt_orphans()
+    if network := os.environ.pop(NETWORK, ""):
+        enter(network)
     if pid := os.fork():
         watch(pid)
     else:
         fork_what_is_spawned()
         import_module(ENTRY).main()
+
+
+def enter(network: str) -> None:
+    """Move this process into a namespace, before it has a second thread."""
+    with Path("/run/netns", network).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {network}")
 
 
 def fork_what_is_spawned() -> None:
