@@ -104,7 +104,8 @@ class _Rate(ProgressColumn):
         unit = task.fields["unit"]
         if not task.speed or unit in ("", SECONDS):
             return Text()
-        return Text(f"{task.speed:,.3g} {unit}/s", style="progress.data.speed")
+        rate = f"{task.speed:,.0f}" if task.speed >= 100 else f"{task.speed:.3g}"
+        return Text(f"{rate} {unit}/s", style="progress.data.speed")
 
 
 def _bars(*, disable: bool, auto_refresh: bool) -> Bars:

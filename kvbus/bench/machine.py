@@ -8,8 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvbus.text import bytes_text
-
 PACKAGES = ("kvbus", "nixl", "pyzmq")
 WIDTH = 79
 
@@ -33,7 +31,7 @@ def head(facts: Mapping[str, Any]) -> str:
         *(f"driver {facts[one]}" for one in ("driver",) if one in facts),
     ]
     parts = [
-        f"{facts['cpu']}, {facts['cpus']} CPUs, {bytes_text(facts['memory_bytes'])}",
+        f"{facts['cpu']}, {facts['cpus']} CPUs, {facts['memory_bytes'] / (1 << 30):.0f} GiB",
         *gpus,
         f"load {facts['load_before']:g}",
         f"Linux {facts['kernel']}",

@@ -73,7 +73,7 @@ def conform(
     scenes = Progress(len(set(wanted) or known))
 
     def on_scene(name: str) -> None:
-        scenes.begin("")
+        scenes.begin(f"the scene {name}")
         wait_for(f"the scene {name}")
 
     with scenes, waiting_for("the engine to start") as wait_for:

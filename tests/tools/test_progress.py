@@ -23,10 +23,12 @@ with Progress(2, in_background=False) as progress:
             write_text(f"{name} is done\\n")
 with Progress(3, "requests") as progress, waiting_for("[red]agents") as wait_for:
     time.sleep(0.6)
+    print("not hidden")
     for _ in range(3):
         wait_for("the next")
         progress.advance()
 """
+OUTPUT = "one is done\ntwo is done\nnot hidden\n"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -51,7 +53,7 @@ def test_terminal_has_steps_parts_rate_and_time_left_and_is_clean_in_the_end() -
     os.close(controller)
 
     lines = ESCAPES.sub("", shown.decode()).replace("\r", "\n").splitlines()
-    assert output == "one is done\ntwo is done\n"
+    assert output == OUTPUT
     assert max(map(len, lines)) <= 80
     steps = [line for line in lines if re.match(r"measuring two .* 1/2 .*0:00:0\d 0:00:0\d", line)]
     parts = [line for line in lines if re.search(r" [23]/4 .*rounds/s .*0:00:0\d 0:00:0\d", line)]
@@ -59,7 +61,7 @@ def test_terminal_has_steps_parts_rate_and_time_left_and_is_clean_in_the_end() -
     assert parts
     assert any(line.startswith("[red]agents ") for line in lines)
     assert "waiting for" not in "".join(lines)
-    assert shown.rstrip(b"\r\n").endswith((b"\x1b[2K", b"\x1b[?25h"))
+    assert shown.endswith(b"\x1b[?25h\r\x1b[1A\x1b[2K"), "cursor shown, line erased"
 
 
 def _read(controller: int) -> bytes:
@@ -73,7 +75,7 @@ def _read(controller: int) -> bytes:
 def test_pipe_has_no_progress(env: dict[str, str]) -> None:
     output, errors = run(subprocess.PIPE, **env).communicate()
 
-    assert (output, errors) == ("one is done\ntwo is done\n", "")
+    assert (output, errors) == (OUTPUT, "")
 
 
 def test_parts_are_counted_where_nothing_is_shown() -> None:
