@@ -67,10 +67,11 @@ def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], 
     def wait_for(what: str) -> None:
         for timer in timers:
             timer.cancel()
+        text = f"waiting for {what}"
         if _shown_by:
-            _shown_by[-1](what)
+            _shown_by[-1](text)
             return
-        timers[:] = [Timer(after_s, sys.stderr.write, [f"waiting for {printable(what)}\n"])]
+        timers[:] = [Timer(after_s, sys.stderr.write, [f"{printable(text)}\n"])]
         timers[0].daemon = True
         timers[0].start()
 

@@ -110,8 +110,12 @@ class _Rate(ProgressColumn):
 
 def _bars(*, disable: bool, auto_refresh: bool) -> Bars:
     return Bars(
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
-        BarColumn(bar_width=16),
+        TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         _Rate(),
         TimeElapsedColumn(),

@@ -59,8 +59,8 @@ def test_terminal_has_steps_parts_rate_and_time_left_and_is_clean_in_the_end() -
     parts = [line for line in lines if re.search(r" [23]/4 .*rounds/s .*0:00:0\d 0:00:0\d", line)]
     assert steps
     assert parts
-    assert any(line.startswith("[red]agents ") for line in lines)
-    assert "waiting for" not in "".join(lines)
+    assert any(line.startswith("waiting for [red]agents ") for line in lines)
+    assert not any(line.rstrip() == "waiting for the next" for line in lines)
     assert shown.endswith(b"\x1b[?25h\r\x1b[1A\x1b[2K"), "cursor shown, line erased"
 
 
