@@ -43,8 +43,12 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot: cannot write {path}: {error.strerror}") from error
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
-    """Yield one for each case and unit of the rows of ``kvbus bench --json``."""
+def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Return one for each case and unit of the rows of ``kvbus bench --json``."""
+    return list(_panels(rows))
+
+
+def _panels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
     for case, of_case in groupby(rows, key=lambda row: row["case"]):
         found = list(of_case)
         moved = {row["name"] + P50 for row in found if row["unit"] == "GB/s"}

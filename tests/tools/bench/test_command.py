@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,8 +75,9 @@ def check_speeds(case: Case) -> None:
 
 
 @pytest.mark.timeout(300)  # it starts about ten processes
-def test_figures_of_a_case_fit_together() -> None:
-    found = cases("--only", "fixed", "--only", "scattered-16k", "--only", "tp-1-to-2")
+def test_figures_of_a_case_fit_together_and_are_drawn(tmp_path: Path) -> None:
+    only = [part for name in ("fixed", "scattered-16k", "tp-1-to-2") for part in ("--only", name)]
+    found = cases(*only, "--plot", str(tmp_path / "bench.svg"))
 
     assert list(found) == ["fixed", "scattered-16k", "tp-1-to-2"]
     assert found["fixed"]["handoff p50"]["unit"] == "ms"
@@ -93,6 +95,7 @@ def test_figures_of_a_case_fit_together() -> None:
         assert 0 <= scattered[f"{name}, in huge pages"] <= 100
     size = scattered["descriptors"] * (16 << 10)
     assert scattered["raw READ"] * scattered["raw READ p50"] * 1e6 == pytest.approx(size, rel=1e-3)
+    assert "bare NIXL, run by run" in (tmp_path / "bench.svg").read_text()
     paths = {"auto vs naive READ", "mapped", "direct", "packed", "memcpy"}
     assert found["tp-1-to-2"].keys() >= paths
 

@@ -37,7 +37,7 @@ RESULTS: dict[str, dict[str, Any]] = {
 
 
 def test_bars_are_those_of_speeds_and_times_without_their_parts() -> None:
-    assert list(panels(ROWS)) == [
+    assert panels(ROWS) == [
         Panel(
             "runs of 256 KiB",
             "GB/s",
