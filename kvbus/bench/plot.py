@@ -1,6 +1,7 @@
 """Bar charts of figures, drawn by matplotlib, which is optional."""
 
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
@@ -16,7 +17,7 @@ TEXT = {"any": "#808080", "light": "#1f2328", "dark": "#e6edf3"}
 """Colours of text by theme; ``any`` is readable on a light and on a dark ground."""
 DRAWN_UNITS = ("GB/s", "ms", *OF_UNIT)
 WIDTH_INCHES, BAR_INCHES, TITLE_INCHES, CAPTION_INCHES = 10.0, 0.28, 0.45, 0.4
-FONT_POINTS, TITLE_POINTS = 9, 10
+FONT_POINTS, TITLE_POINTS, CAPTION_COLUMNS = 9, 10, 150
 
 
 class Panel(NamedTuple):
@@ -88,7 +89,8 @@ def draw(
                 axes.set_ylim(most_bars[at // columns] - 0.5, -0.5)  # bars are equally thick
             else:
                 axes.axis("off")
-        figure.supxlabel(caption.replace("\n", " "), fontsize=FONT_POINTS - 2, x=0, ha="left")
+        text = textwrap.fill(caption.replace("\n", " "), CAPTION_COLUMNS)
+        figure.supxlabel(text, fontsize=FONT_POINTS - 1, x=0, ha="left")
         try:
             figure.savefig(path, transparent=True, metadata=_undated(path))
         except OSError as error:
