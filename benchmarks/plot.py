@@ -50,8 +50,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def panels(found: dict[str, Any]) -> Sequence[Panel]:
     return (
-        _handoffs("SGLang, prefill to decode", found["sglang.json"], SGLANG),
-        _handoffs("vLLM, prefill to decode", found["vllm.json"], VLLM),
+        _handoffs("SGLang handoff", found["sglang.json"], SGLANG),
+        _handoffs("vLLM handoff", found["vllm.json"], VLLM),
         _bytes(found["bench.json"]),
     )
 

@@ -74,8 +74,10 @@ async def measure_one_block(bench: Bench, scale: Scale) -> list[Figure]:
     tables = contiguous(1, SMALL)
     pairs = await _pairs(bench, SMALL, SMALL, tables)
     limits = Limits(bench, SMALL.block_bytes)
-    ways = {name: partial(pair.timed, tables) for name, pair in pairs.items()}
-    ways[DEVICE_COPY] = limits.device_copy_s
+    ways: Ways = {
+        **{name: partial(pair.timed, tables) for name, pair in pairs.items()},
+        DEVICE_COPY: limits.device_copy_s,
+    }
     rounds = bench.progress.parts(scale.count(NUM_SMALL), "rounds")
     times = await in_turn(rounds, ways)
     return [one for name, some in times.items() for one in percentiles(name, some)]

@@ -15,9 +15,11 @@ KINDS = (".svg", ".png")
 OURS, OTHERS = "#2f81f7", "#8b949e"
 TEXT = {"any": "#808080", "light": "#1f2328", "dark": "#e6edf3"}
 """Colours of text by theme; ``any`` is readable on a light and on a dark ground."""
+RELEASED = "offer to released"
 DRAWN_UNITS = ("GB/s", "ms", *OF_UNIT)
 WIDTH_INCHES, BAR_INCHES, TITLE_INCHES, CAPTION_INCHES = 10.0, 0.28, 0.45, 0.4
-FONT_POINTS, TITLE_POINTS, CAPTION_COLUMNS = 9, 10, 150
+FONT_POINTS, TITLE_POINTS = 9, 10
+CAPTION_COLUMNS, TITLE_COLUMNS = 150, 72
 
 
 class Panel(NamedTuple):
@@ -57,10 +59,14 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
             bars = [
                 (label(row["name"]), row["value"])
                 for row in found
-                if row["unit"] == unit and row["name"] not in moved and not stage_of(row["name"])
+                if row["unit"] == unit and row["name"] not in moved and not _is_part(row["name"])
             ]
             if bars:
                 yield Panel(TITLES[case], UNITS.get(unit, unit) + OF_UNIT.get(unit, ""), bars)
+
+
+def _is_part(name: str) -> bool:
+    return bool(stage_of(name)) or name.startswith(RELEASED)
 
 
 def draw(
@@ -78,14 +84,14 @@ def draw(
     rows = [all_panels[at : at + columns] for at in range(0, len(all_panels), columns)]
     most_bars = [max(len(one.bars) for one in row) for row in rows]
     heights = [TITLE_INCHES + BAR_INCHES * number for number in most_bars]
-    settings = {"svg.hashsalt": "kvbus", "font.size": FONT_POINTS, "text.color": TEXT[theme]}
+    settings: Any = {"svg.hashsalt": "kvbus", "font.size": FONT_POINTS, "text.color": TEXT[theme]}
     with rc_context(settings):
         size = WIDTH_INCHES, sum(heights) + CAPTION_INCHES
         figure = Figure(size, layout="constrained")
         grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
         for at, axes in enumerate(grid.flat):
             if at < len(all_panels):
-                _draw_panel(axes, all_panels[at], TEXT[theme])
+                _draw_panel(axes, all_panels[at], TEXT[theme], TITLE_COLUMNS // columns)
                 axes.set_ylim(most_bars[at // columns] - 0.5, -0.5)  # bars are equally thick
             else:
                 axes.axis("off")
@@ -97,13 +103,14 @@ def draw(
             raise KVBusError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _draw_panel(axes: Any, panel: Panel, text: str) -> None:
+def _draw_panel(axes: Any, panel: Panel, text: str, title_columns: int) -> None:
     names, values = zip(*panel.bars, strict=True)
     colours = [OURS if "kvbus" in name else OTHERS for name in names]
     bars = axes.barh(range(len(names)), values, color=colours, height=0.7)
     axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, color=text)
     axes.set_yticks(range(len(names)), names, color=text)
-    axes.set_title(f"{panel.title}, {panel.unit}", loc="left", fontsize=TITLE_POINTS, color=text)
+    title = textwrap.fill(f"{panel.title}, {panel.unit}", title_columns)
+    axes.set_title(title, loc="left", fontsize=TITLE_POINTS, color=text)
     axes.margins(x=0.15)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[:].set_visible(False)

@@ -50,6 +50,7 @@ TERMS = {
     **{path: f"kvbus, path {path}" for path in ("mapped", "direct", "staged", "packed")},
     "the best path": "its best path",
     "offer to released": "from an offer to the release of its blocks",
+    "handoff": "kvbus handoff",
     "floor": "bare messages",
     "floor handoffs": "bare messages, handoffs",
     "floor agents CPU": "bare messages, CPU of their agents",
