@@ -30,7 +30,7 @@ PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema wheel clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs docs-site schema wheel clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,docs,plot]'
 	@touch $@
 
 venv-vllm: $(INSTALLED_VLLM) ## Build .venv-vllm
@@ -152,7 +152,11 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/generate_reference.py
 	PYTHONPATH=. $(BIN)/python docs/generate_tables.py
 	PYTHONPATH=. $(BIN)/python docs/generate_kinds.py
+	$(BIN)/python docs/generate_architecture.py
 	$(BIN)/python -m tests.unit.vectors.generate
+
+docs-site: $(INSTALLED) ## Build the documentation site in site/; each broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # auditwheel names the oldest glibc that the compiled kernel runs on.
 wheel: $(INSTALLED) ## Build dist/: the sources, and a wheel that a package index takes

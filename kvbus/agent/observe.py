@@ -353,8 +353,9 @@ class Refusals:
             "reason": error.message,
             **{f"detail_{name}": value for name, value in error.detail.items()},
         }
-        if op == Release.op and error.code not in _MISTAKES:
-            log.debug("request.refused", **fields)  # expected: the lease had already expired
+        was_over = op == Release.op and error.code not in _MISTAKES
+        if was_over or error.code is ErrorCode.CANCELLED:  # the lease, or the sender cancelled it
+            log.debug("request.refused", **fields)
         else:
             level = "info" if error.code is ErrorCode.OFFER_OPEN else "warning"
             self._lines.write("request.refused", level=level, **fields)

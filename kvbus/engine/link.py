@@ -126,11 +126,14 @@ class Link:
             self._owned.append(cells)
         self._kept = self._sessions(role, control=control, logger=logger)
         self._control = self._kept[-1] if control else None
-        if not control:
-            for retrier in self._retriers.values():
-                retrier.problem = LocalError("a worker's link neither offers nor fetches")
+        self._refuse_requests_of_worker()
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+
+    def _refuse_requests_of_worker(self) -> None:
+        if self._control is None:
+            for retrier in self._retriers.values():
+                retrier.problem = LocalError("a worker's link neither offers nor fetches")
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
         """Attach in the running ``loop`` or a new thread. Call once; never blocks."""

@@ -39,7 +39,7 @@ MAX_TICKET_BLOCKS = 16_384
 """Upper bound of a prefill agent's ``ticket_blocks``."""
 CLOCK_TOLERANCE_S = 30
 """Largest difference between the clocks of two agents."""
-_Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
+PackedTables = Annotated[str, msgspec.Meta(max_length=131_072)]
 Audience = Text
 """The only decode engine or agent that may use it, where tickets are signed; empty for any."""
 IssuedAt = Size
@@ -111,7 +111,7 @@ class Ticket(RouterTicket, frozen=True):
     expires_at_s: ExpiresAt = 0
     kvbus: Version = TICKET_VERSION
     signature: Signature = ""
-    blocks: _Base64 = ""
+    blocks: PackedTables = ""
     """Block tables of an offer with blocks that are not written any longer: base64 of the msgpack
     map ``tables`` of ``offer``. A reader may read these blocks immediately, and ``commit`` the
     offer after the last byte. Empty if the offer was open or has too many blocks."""
@@ -179,6 +179,15 @@ def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
     if sum(len(table) for table in tables.values()) > max_blocks:
         return ""
     return base64.b64encode(msgspec.msgpack.encode(dict(tables))).decode()
+
+
+def pooled_ticket(
+    ticket: Ticket, *, engine_id: str, engine_instance: str, blocks: str, cell: int
+) -> Ticket:
+    """Return the ticket of a parked offer: it names the pool in place of the engine."""
+    return msgspec.structs.replace(
+        ticket, engine_id=engine_id, engine_instance=engine_instance, blocks=blocks, cell=cell
+    )
 
 
 T = TypeVar("T", Ticket, Rendezvous)

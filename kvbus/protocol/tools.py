@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.engine import AgentRole, CellName
 from kvbus.protocol.message import (
     MAX_TEXT_CHARS,
     AgentId,
@@ -29,6 +29,7 @@ from kvbus.protocol.message import (
     event,
     request,
 )
+from kvbus.protocol.ticket import PackedTables
 
 MAX_SPANS = 512
 MAX_OTHERS = 64
@@ -356,6 +357,10 @@ class OfferParked(Message, frozen=True):
     """Id of the pool, for ``handshake`` and ``acquire``."""
     engine_instance: Text
     """Instance of the pool."""
+    blocks: PackedTables = ""
+    """Blocks of the pool, as in a ticket."""
+    cell: CellName = 0
+    """Cell of the pool's page, as in a ticket."""
 
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")

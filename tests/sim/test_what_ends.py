@@ -58,7 +58,7 @@ def moments(world: Cluster, plan: Plan) -> Iterator[Handoff]:
         handoff = begun(world, replace(plan, transfer_id=transfer_id))
         world.after_events(num_events)
         if handoff.released and handoff.is_ended:
-            assert num_events > 5
+            assert num_events >= 3  # of a copy that a cell commits
             return
         yield handoff
 

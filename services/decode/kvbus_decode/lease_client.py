@@ -44,7 +44,7 @@ RELEASE_TIMEOUT_S = 5.0
 COMMITS_TIMEOUT_S = 60.0
 """Until then each new connection sends the request again."""
 DRAIN_PERIOD_S = 1.0
-MAX_PARKED = 16_384
+MAX_PARKED = 4_096
 """Parked offers that are known by events."""
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
@@ -229,7 +229,7 @@ class LeaseClient:
     def _note_parked(self, event: Notice) -> None:
         with suppress(KVBusError):
             parked = from_body(OfferParked, event.body)
-            pool = ev.PoolName(parked.engine_id, parked.engine_instance)
+            pool = ev.PoolName(parked.engine_id, parked.engine_instance, parked.blocks, parked.cell)
             self._parked[event.boot, parked.offer_id] = pool
             if len(self._parked) > MAX_PARKED:
                 self._parked.popitem(last=False)

@@ -124,7 +124,7 @@ def speculative_read_of(
     # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
     # (CMA) makes it.
     is_copied = choice.path is Path.MAPPED or route.home.is_undriven
-    return SpeculativeRead(requested.ticket.tables(), acquires=not is_copied)
+    return SpeculativeRead(requested.source.tables(), acquires=not is_copied)
 
 
 def _names_all(requested: Requested) -> bool:

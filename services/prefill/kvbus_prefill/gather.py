@@ -256,12 +256,13 @@ class Packing:
         def check() -> None:
             if engine.is_home:
                 self._offers.check_digest(request, is_state=is_state)
+            self._engine(request)
 
         def end(made: wire.DataReply) -> None:
             try:
+                check()  # an engine that has ended aborts the job: that is the reason
                 if made.error is not None:
                     raise made.error.error()
-                check()
             except KVBusError as error:
                 call.refuse(error)
             else:

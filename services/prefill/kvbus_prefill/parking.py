@@ -99,7 +99,12 @@ class Parking:
             if len(self._pools) >= MAX_POOLS:
                 message = f"{MAX_POOLS} pools are open, which is the limit"
                 raise LocalError(message, code=ErrorCode.BUSY)
-            pool = await open_pool(self._agent, engine, self._config.park_bytes)
+            pool = await open_pool(
+                self._agent,
+                engine,
+                self._config.park_bytes,
+                ticket_blocks=self._config.ticket_blocks,
+            )
         self._opening.discard(engine)
         self._pools.append(pool)
         self._agent.engines.pools[pool.local.engine_id] = pool.local
@@ -280,7 +285,8 @@ class Parking:
             self._agent.engines.find_cuts(offer.engine_id)
         self._due.pop(offer_id, None)
         self._waiting.pop(offer_id, None)
-        self._dispatch(ev.Copied(offer_id, pooled))
+        cell = pooled.place.commit_cell(offer.ticket, pooled) if offer is not None else None
+        self._dispatch(ev.Copied(offer_id, pooled, cell))
         self._look_at(self._agent.loop.time())
 
     def _fail(self, offer_id: str, pooled: ev.Pooled, error: KVBusError) -> None:

@@ -32,6 +32,8 @@ from kvbus.memory.memory_limits import available_bytes
 from kvbus.memory.segment import new_memory_file
 from kvbus.planning import Share
 from kvbus.protocol.attach import PassSegment
+from kvbus.protocol.commit_cell import CELLS_BYTES, CellNames, CommitCell
+from kvbus.protocol.ticket import Ticket, packed_tables, pooled_ticket
 from kvbus.protocol.tools import PoolStatus
 from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.events import Pooled
@@ -59,12 +61,19 @@ class Pool:
     """The pool of one engine; it outlives the engine while it holds offers."""
 
     def __init__(
-        self, agent: Agent, engine: LocalEngine, local: LocalEngine, spaces: tuple[Space, ...]
+        self,
+        agent: Agent,
+        engine: LocalEngine,
+        local: LocalEngine,
+        spaces: tuple[Space, ...],
+        ticket_blocks: int,
     ) -> None:
         self.engine: LocalEngine | None = engine
         self.local, self.engine_id = local, engine.engine_id
         self.num_taken = self.used_bytes = 0
         self._agent, self._shape = agent, _shape_of(engine)
+        self._ticket_blocks = ticket_blocks
+        self._cells = CellNames(local.cells.swap) if local.cells is not None else None
         self._free = {space: FreeBlocks(space.num_blocks) for space in spaces}
         self._plan = self._plan_from(engine)
 
@@ -111,9 +120,27 @@ class Pool:
                 pooled[group] = BlockTable.of(some, first_block=tables[group].first_block)
         num_bytes = sum(space.block_bytes * number for space, number in numbers.items())
         self.num_taken, self.used_bytes = self.num_taken + 1, self.used_bytes + num_bytes
-        return Pooled(self.local.engine_id, self.local.instance, pooled, num_bytes, self)
+        blocks = packed_tables(pooled, max_blocks=self._ticket_blocks)
+        return Pooled(
+            self.local.engine_id,
+            self.local.instance,
+            pooled,
+            num_bytes,
+            self,
+            blocks=blocks,
+            cell=self._cells.open() if self._cells and blocks and offer.readers == 1 else 0,
+        )
+
+    def commit_cell(self, ticket: Ticket | None, pooled: Pooled) -> CommitCell | None:
+        """Return the cell of a parked offer, if a reader may commit by one."""
+        cells = self.local.cells
+        if ticket is None or cells is None or not pooled.cell:
+            return None
+        return CommitCell(cells.swap, pooled_ticket(ticket, **pooled.names))
 
     def free(self, pooled: Pooled) -> None:
+        if self._cells is not None and pooled.cell:
+            self._cells.close(pooled.cell)
         for space, blocks in self._free.items():
             blocks.free(np.concatenate([pooled.tables[one].array() for one in space.groups]))
         self.num_taken, self.used_bytes = self.num_taken - 1, self.used_bytes - pooled.num_bytes
@@ -142,7 +169,9 @@ class Pool:
         return Defined(add, wire.RemovePlan(plan=number), needs)
 
 
-async def open_pool(agent: Agent, engine: LocalEngine, max_bytes: int) -> Pool:
+async def open_pool(
+    agent: Agent, engine: LocalEngine, max_bytes: int, *, ticket_blocks: int
+) -> Pool:
     """Allocate the pool of an engine. Takes seconds. Raises `KVBusError`."""
     ranks = [memory.rank for memory in engine.ranks.values()]
     resized = resize_ranks(engine.spec, ranks, max_bytes)
@@ -154,13 +183,16 @@ async def open_pool(agent: Agent, engine: LocalEngine, max_bytes: int) -> Pool:
         await segments.discard()
         segments.remove()
         raise
-    return Pool(agent, engine, LocalEngine.new_pool(spec, memories), resized.spaces)
+    local = LocalEngine.new_pool(spec, memories)
+    return Pool(agent, engine, local, resized.spaces, ticket_blocks)
 
 
 async def _register(
     agent: Agent, engine: LocalEngine, spec: EngineSpec, segments: Segments, resized: ResizedRanks
 ) -> list[RegisteredRank]:
     memories: list[RegisteredRank] = []
+    page = PassSegment("cells", CELLS_BYTES, kind="cells")
+    await segments.take(page, [new_memory_file("kvbus-cells", CELLS_BYTES, huge_pages=False)])
     for rank in resized.ranks:
         (segment,) = rank.segments
         create = partial(new_memory_file, "kvbus-pool", segment.size_bytes, huge_pages="advise")

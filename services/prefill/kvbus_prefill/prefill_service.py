@@ -498,8 +498,8 @@ class PrefillService(Service):
     def _report_parked(self, report: ev.ReportParked) -> None:
         released, pooled = report.released, report.pooled
         self._notify(report.engine_id, released)
-        names = {"engine_id": pooled.engine_id, "engine_instance": pooled.engine_instance}
-        self._agent.publisher.publish("offer.parked", OfferParked(released.offer_id, **names))
+        event = OfferParked(released.offer_id, **pooled.names)
+        self._agent.publisher.publish("offer.parked", event)
         sealed_s = self._agent.loop.time() - report.sealed_at
         self._metrics.parked_bytes.values[()] += pooled.num_bytes
         self._metrics.park_s.add({"": sealed_s})

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvbus import protocol
 from kvbus.errors import ErrorCode
 from kvbus.protocol import NUM_CELLS, CellNames, CommitCell, Outcome, Ticket
+from kvbus.protocol.ticket import pooled_ticket
 from kvbus_prefill.offer import events
 from kvbus_prefill.offer.table import OfferTable
 from tests.support.examples import num_examples
@@ -227,11 +228,28 @@ class Played:
 
     def __init__(self) -> None:
         self.page, self.table, self.ticket = started()
+        self.pooled, self.of_pool = self._in_pool()
         self.oracle, self.now, self.epoch = OfferTable(offers.LIMITS), 0.0, 0
         self.oracle.handle(SEALED, 0.0)
         self.late: list[events.CellCommitted] = []
         """Reports of commits by the cell that are still under way."""
         self.outcomes: dict[OfferTable, list[Outcome]] = {self.table: [], self.oracle: []}
+
+    def _in_pool(self) -> tuple[events.Copied, Ticket]:
+        """The offer's copy in a pool whose page has cells, too."""
+        pooled = replace(offers.POOLED, blocks="blocks", cell=self.page.names.open())
+        ticket = pooled_ticket(self.ticket, **pooled.names)
+        return events.Copied("o1", pooled, self.page.cell(ticket)), ticket
+
+    @property
+    def is_parked(self) -> bool:
+        entry = self.oracle.live.get("o1")
+        return entry is not None and entry.pooled is not None
+
+    def commit(self, reader: str) -> Any:
+        """The request that a commit by the cell stands for."""
+        where = offers.IN_POOL if self.is_parked else {}
+        return committed(reader, token=reader, **where)
 
     def tell(self, table: OfferTable, event: Any) -> list[Any]:
         words = said(table.handle(event, self.now))
@@ -240,12 +258,13 @@ class Played:
         return [one for one in words if one == "ok" or isinstance(one, ErrorCode)]
 
     def do(self, what: str, reader: str = "") -> None:
-        event: Any = ENDING.get(what) or committed(reader, token=reader)
+        event: Any = ENDING.get(what) or self.commit(reader)
+        ticket = self.of_pool if self.is_parked else self.ticket
         entry = self.table.live.get("o1")
         match what:
             case "cell" | "commit" if any(one.token == reader for one in self.late):
                 return  # the reader has it
-            case "cell" if self.page.cell(self.ticket).commit(reader):
+            case "cell" if self.page.cell(ticket).commit(reader):
                 self.late.append(events.CellCommitted("o1", reader))
                 assert self.tell(self.oracle, event) == ["ok"]
                 return
@@ -253,12 +272,14 @@ class Played:
                 assert not any(self.tell(self.table, one) for one in self.late)
                 return
             case "left":
-                if entry is not None and entry.cell is not None and not entry.cell.is_closed:
+                cell = None if entry is None or self.is_parked else entry.cell
+                if cell is not None and not cell.is_closed:
                     self.page.names.close(self.ticket.cell)
                     self.tell(self.oracle, offers.LOST)
                 return
             case "park":
-                event = offers.COPIED
+                assert self.tell(self.table, self.pooled) == self.tell(self.oracle, offers.COPIED)
+                return
             case "release" if not self.oracle.live or not self.epoch:
                 return
             case "release":

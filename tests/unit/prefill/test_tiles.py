@@ -242,6 +242,26 @@ async def test_digests_are_refused_if_offer_ends_while_they_are_made(case: Case)
     assert refusals[0].code is ErrorCode.OFFER_COMPLETED
 
 
+async def test_digests_of_an_engine_that_ends_are_refused_for_that(agent: PrefillAgent) -> None:
+    """The end of the engine aborts the job, which is not the reason."""
+    refusals: list[RequestRefused] = []
+
+    async def request(case: Case) -> None:
+        with pytest.raises(RequestRefused) as refused:
+            await case.reader.ask(case.digest())
+        refusals.append(refused.value)
+
+    async with agent.reader() as reader, anyio.create_task_group() as tasks:
+        with ExitStack() as stack:
+            async with engine(agent.attach, seed=1) as source:
+                _, case = await lease(agent, source, reader)
+                go_on = stack.enter_context(held_up(agent))
+                tasks.start_soon(request, case)
+                await begun(agent)
+            go_on()
+    assert refusals[0].code is ErrorCode.ENGINE_LOST
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "unregistered"])
 async def test_memory_of_dead_engine_stays_during_copy(agent: PrefillAgent, direct: bool) -> None:
     refusals: list[RequestRefused] = []

@@ -298,7 +298,9 @@ class FetchEntry:
 
         An offer is parked once, and its agent may restart.
         """
-        if pool is None or pool == self.requested.pool or self.num_moves == MAX_MOVES:
+        here = self.requested.pool
+        is_new = pool is not None and (here is None or pool.engine_id != here.engine_id)
+        if not is_new or self.num_moves == MAX_MOVES:
             return False
         self.requested = replace(self.requested, pool=pool)
         self.num_moves += 1

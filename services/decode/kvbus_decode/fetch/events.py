@@ -12,7 +12,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, Fetched, Landed, StartFetch
 from kvbus.protocol.message import Message, Request
 from kvbus.protocol.peer import Decline, PeerWithdraw, Release
-from kvbus.protocol.ticket import UNKNOWN, Rendezvous, Ticket
+from kvbus.protocol.ticket import UNKNOWN, Rendezvous, Ticket, pooled_ticket
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -57,23 +57,28 @@ class SpeculativeRead:
 
 
 class PoolName(Value, frozen=True):
-    """The pool with the blocks of a parked offer, which is read as an engine's memory."""
+    """The pool with the blocks of a parked offer, which is read as an engine's memory.
+
+    ``blocks`` and ``cell`` are as in a ticket, and absent from refusals.
+    """
 
     engine_id: str
     engine_instance: str
+    blocks: str = ""
+    cell: int = 0
 
     @classmethod
     def of(cls, error: KVBusError) -> "PoolName | None":
         """Return the pool that a refusal names, if any."""
         if error.code is not ErrorCode.OFFER_PARKED:
             return None
-        engine_id, instance = (error.detail.get(name) for name in cls.__struct_fields__)
+        names = ("engine_id", "engine_instance")
+        engine_id, instance = (error.detail.get(name) for name in names)
         is_named = isinstance(engine_id, str) and isinstance(instance, str)
         return cls(str(engine_id), str(instance)) if is_named else None
 
     def holds(self, ticket: Ticket) -> Ticket:
-        """Return the ticket of the engine with the pool in its place, which has no cell."""
-        return structs.replace(ticket, **structs.asdict(self), blocks="", cell=0)
+        return pooled_ticket(ticket, **structs.asdict(self))
 
 
 class Requested(Value, frozen=True):

@@ -71,7 +71,8 @@ class Restored(Value, frozen=True):
 class Pooled(Value, frozen=True):
     """Blocks of a pool with a copy of an offer's blocks; ``place`` is the pool's own name of them.
 
-    The pool is to readers an engine with ``engine_id`` and ``engine_instance``.
+    The pool is to readers an engine with ``engine_id`` and ``engine_instance``. ``blocks`` and
+    ``cell`` are as in a ticket.
     """
 
     engine_id: str
@@ -79,6 +80,14 @@ class Pooled(Value, frozen=True):
     tables: Mapping[str, BlockTable]
     num_bytes: int
     place: Any
+    blocks: str = ""
+    cell: int = 0
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a reader must know of the pool, by field of its ticket."""
+        fields = ("engine_id", "engine_instance", "blocks", "cell")
+        return {name: getattr(self, name) for name in fields}
 
 
 class Copied(Value, frozen=True):
@@ -86,6 +95,7 @@ class Copied(Value, frozen=True):
 
     offer_id: str
     pooled: Pooled
+    cell: CommitCell | None = None
 
 
 class CellCommitted(Value, frozen=True):

@@ -201,13 +201,16 @@ def want_park(offer: OfferEntry, event: ev.RequestReceived[ParkOffer], _: Contex
 #     reader         after:                                       READ from the pool ─▶ commit: yes
 #
 # The engine writes to the blocks only after `released`, so the copy has read them unchanged. With a
-# live lease, or a commit, the copy is dropped, and nothing has happened. The cell is closed before,
-# so a commit that follows comes by a request. It names the engine whose memory the reader has read.
-# The engine's blocks may have been written again by then, so only the pool is good.
+# live lease, or a commit, the copy is dropped, and nothing has happened. The cell of the engine is
+# closed before, so a commit of its bytes comes as a request, which names the engine. The
+# engine's blocks may have been written again by then, so only the pool is good. The pool has cells
+# of its own: this agent closes the cell of an offer before it writes to the pool's blocks again.
 def park(offer: OfferEntry, event: ev.Copied, _: Context) -> Commands:
     pooled = event.pooled
     offer.state, offer.pooled, offer.tables = PARKED, pooled, dict(pooled.tables)
-    offer.cell = None
+    offer.cell = event.cell
+    if offer.cell is not None:
+        offer.cell.open(pooled.cell)
     return [offer.report_parked(pooled)]
 
 
@@ -452,7 +455,7 @@ TRANSITIONS = transitions(
     ((OPEN,), (Commit,), refuse_early_commit, ()),
     ((SEALED,), (Commit,), commit, (SEALED, RELEASED)),
     ((PARKED,), (Commit,), commit, (PARKED, RELEASED)),
-    ((SEALED,), (ev.CellCommitted,), end_committed, (RELEASED,)),
+    ((SEALED, PARKED), (ev.CellCommitted,), end_committed, (RELEASED,)),
     ((RELEASED,), (Commit,), commit_again, ()),
     ((RELEASED,), (MakeOffer,), report_again, ()),
     ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), reply_done, ()),

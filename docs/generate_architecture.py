@@ -1,0 +1,23 @@
+"""Colours the architecture for light and dark pages: ``docs/pictures/architecture-*.svg``."""
+
+from pathlib import Path
+from string import Template
+
+PICTURES = Path(__file__).parent / "pictures"
+THEMES = {
+    "light": {
+        "ink": "#1f2328", "muted": "#59636e", "line": "#8c959f", "host": "#f6f8fa",
+        "engine": "#ffffff", "agent": "#dff3e4", "agent_line": "#1a7f37", "data": "#bc4c00",
+    },
+    "dark": {
+        "ink": "#e6edf3", "muted": "#9198a1", "line": "#656c76", "host": "#151b23",
+        "engine": "#0d1117", "agent": "#12351f", "agent_line": "#3fb950", "data": "#f0883e",
+    },
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    drawing = Template((PICTURES / "architecture.svg.in").read_text(encoding="utf-8"))
+    for theme, colours in THEMES.items():
+        path = PICTURES / f"architecture-{theme}.svg"
+        path.write_text(drawing.substitute(colours), encoding="utf-8")
