@@ -110,7 +110,9 @@ async def main(rounds: int, folder: Path) -> None:
                 way = partial(handed_over_s, *engines, tables)
                 await way()
                 ways = {**ways, " to ".join(both): way}
-            seconds = {name: median(some) for name, some in (await in_turn(rounds, ways)).items()}
+            seconds = {
+                name: median(some) for name, some in (await in_turn(range(rounds), ways)).items()
+            }
     for name, some in seconds.items():
         source, _, target = name.partition(" to ")
         limit_s = seconds["shared to shared"]

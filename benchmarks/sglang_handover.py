@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--heads", type=int, default=16, help="KV heads of 128, in float32")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     return parser.parse_args()
 
 
@@ -150,7 +150,7 @@ def main() -> None:
             shutil.rmtree(folder)
     print(table(rounds), *ratios(rounds, RATIOS), sep="\n")
     if options.json:
-        print(as_json(rounds, facts))
+        options.json.write_text(as_json(rounds, facts) + "\n", encoding="utf-8")
 
 
 main()

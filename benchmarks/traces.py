@@ -103,7 +103,7 @@ async def compare_times(benches: dict[str, Bench], rounds: int, num_mib: int) ->
         ways: dict[str, Callable[[], Awaitable[float]]] = {
             name: partial(pair.timed, tables) for name, pair in made.items()
         }
-        times = await in_turn(rounds, ways)
+        times = await in_turn(range(rounds), ways)
         ratio = median_ratio(times[OFF], times[ON])
         took = ", ".join(f"{name} {median(some) * 1e3:.2f} ms" for name, some in times.items())
         print(f"{num_mib} MiB: {ratio:.4f} of the speed by round; {took}", flush=True)

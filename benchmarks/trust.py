@@ -71,7 +71,7 @@ async def measure(
             pairs[way] = await bench.pair(shape, tables.capacities[0])
             await pairs[way].verify(tables)
         ways = {way: lambda pair=pair: pair.timed(tables) for way, pair in pairs.items()}
-        return await in_turn(rounds, ways)
+        return await in_turn(range(rounds), ways)
 
 
 async def main(rounds: int, folder: Path) -> None:

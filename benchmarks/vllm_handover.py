@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nixl-extra", type=json.loads, default={}, help="extra config, JSON")
     parser.add_argument("--serve-argument", action="append", default=[], help="for all servers")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     return parser.parse_args()
 
 
@@ -119,7 +119,7 @@ def main() -> None:
             shutil.rmtree(folder)
     print(table(rounds), *ratios(rounds), *over_local_hits(rounds), sep="\n")
     if options.json:
-        print(as_json(rounds, facts))
+        options.json.write_text(as_json(rounds, facts) + "\n", encoding="utf-8")
 
 
 main()

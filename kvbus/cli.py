@@ -55,9 +55,9 @@ COMMANDS = {
 }
 """Module of each command, and the first line of its help."""
 PANELS = {
-    "Run": ("demo", "keys"),
-    "Inspect": ("status", "trace", "doctor", "plan"),
-    "Develop": ("conform", "bench", "bench-prefill", "bench-decode"),
+    "Run": ("demo",),
+    "Inspect": ("status", "trace", "plan", "doctor", "keys"),
+    "Develop": ("bench", "bench-prefill", "bench-decode", "conform"),
 }
 HELP_STYLE: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enable": False}
 
@@ -114,7 +114,6 @@ app = typer.Typer(
     cls=Commands,
     help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
     no_args_is_help=True,
-    add_completion=False,
     **HELP_STYLE,
 )
 for _panel, _names in PANELS.items():

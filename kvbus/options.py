@@ -4,7 +4,7 @@ A field without `typer.Option` is no option: only code can set it.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_origin
 
 T = TypeVar("T")
@@ -25,3 +25,9 @@ def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[.
         return command
 
     return decorate
+
+
+def completed_by(values: Iterable[str]) -> Callable[[], list[str]]:
+    """Let the shell complete an option that is checked by the command, not by its type."""
+    known = list(dict.fromkeys(values))
+    return lambda: known

@@ -46,6 +46,19 @@ def can_write(text: str) -> bool:
     return True
 
 
+_shown_by: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def waits_shown_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Let ``show`` report at once what a command waits for, in place of lines on stderr."""
+    _shown_by.append(show)
+    try:
+        yield
+    finally:
+        _shown_by.remove(show)
+
+
 @contextmanager
 def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], None]]:
     """Print on stderr what a command waits for, after ``after_s``; yield a setter for it."""
@@ -54,7 +67,11 @@ def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], 
     def wait_for(what: str) -> None:
         for timer in timers:
             timer.cancel()
-        timers[:] = [Timer(after_s, sys.stderr.write, [f"waiting for {printable(what)}\n"])]
+        text = f"waiting for {what}"
+        if _shown_by:
+            _shown_by[-1](text)
+            return
+        timers[:] = [Timer(after_s, sys.stderr.write, [f"{printable(text)}\n"])]
         timers[0].daemon = True
         timers[0].start()
 
@@ -62,7 +79,8 @@ def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], 
     try:
         yield wait_for
     finally:
-        timers[0].cancel()
+        for timer in timers:
+            timer.cancel()
 
 
 def complain(message: str) -> None:

@@ -119,7 +119,7 @@ def over_local_hits(rounds: Rounds) -> list[str]:
 
 
 def as_json(rounds: Rounds, machine: Mapping[str, Any]) -> str:
-    """Everything, every sample included, as one line."""
+    """Return everything, every sample included, as one line."""
     rounded = {
         connector: [{name: [round(s, 4) for s in one[name]] for name in one} for one in all_of]
         for connector, all_of in rounds.items()

@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import structlog
 
+from kvbus.agent.completion import SHELLS, completion_script
 from kvbus.agent.config import DEFAULTS, AgentConfig, load_config
 from kvbus.agent.loop import AgentLoop
 from kvbus.agent.observe import configure_logs
@@ -33,10 +34,11 @@ def run_command(
 ) -> None:
     options = _parser(role).parse_args()
     if options.print_config:
-        try:
-            print(commented_default(kind, **DEFAULTS[role]), end="", flush=True)
-        except OSError as error:
-            raise SystemExit(f"error: cannot write to stdout: {error.strerror}") from error
+        _print(commented_default(kind, **DEFAULTS[role]))
+        return
+    if options.show_completion:
+        keys = (field.name for field in msgspec.structs.fields(kind))
+        _print(completion_script(options.show_completion, f"kvbus-{role}", keys))
         return
     try:
         config = load_config(kind, options.config, settings=options.settings)
@@ -86,7 +88,19 @@ def _parser(role: AgentRole) -> ArgumentParser:
     parser.add_argument(
         "--print-config", action="store_true", help="print a commented default and exit"
     )
+    parser.add_argument(
+        "--show-completion",
+        choices=SHELLS,
+        help="print a script that completes this command in a shell, and exit",
+    )
     return parser
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        raise SystemExit(f"error: cannot write to stdout: {error.strerror}") from error
 
 
 # All resources have been released by now. Only threads remain, and nothing can stop a thread:

@@ -4,8 +4,9 @@ The limit is a bare NIXL READ, a memcpy for mapped memory, or `floor` for small 
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -43,6 +44,7 @@ from kvbus.bench.pairs import UNMAPPED, Bench, BenchAgent, Pair, memcpy
 from kvbus.bench.park_case import measure_park
 from kvbus.bench.run import Cases
 from kvbus.histograms import added_counts, histogram_quantile
+from kvbus.progress import SECONDS
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB
@@ -90,7 +92,7 @@ async def measure_transfer(
         UNMAPPED: partial(far.timed, tables),
         "memcpy": memcpy(rows.num_bytes),
     }
-    times = await in_turn(scale.rounds, ways)
+    times = await in_turn(bench.progress.parts(scale.rounds, "rounds"), ways)
     seconds = {name: median(some) for name, some in times.items()}
     of_raw_speed = {name: seconds[RAW] / some for name, some in seconds.items()}
     huge = {
@@ -129,7 +131,7 @@ async def measure_reshape(
         blocks = scattered_tokens(pair.source.shape, target, num_tokens)
         await pair.verify(blocks)
         ways[name] = partial(pair.timed, blocks)
-    times = await in_turn(scale.rounds, ways)
+    times = await in_turn(bench.progress.parts(scale.rounds, "rounds"), ways)
     seconds = {name: median(one) for name, one in times.items()}
     naive_s, auto_s, packed_s = (seconds[name] for name in (NAIVE, "auto", "packed"))
     unmapped_s = min(seconds["direct"], seconds["staged"], packed_s)
@@ -155,7 +157,8 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
     await pair.verify(contiguous(1))
     async with floor(bench.folder) as bare:
         ways: Ways = {"floor": bare.hand_off, "handoff": partial(pair.timed, contiguous(1))}
-        times = await in_turn(scale.count(NUM_SMALL), ways)
+        rounds = bench.progress.parts(scale.count(NUM_SMALL), "rounds")
+        times = await in_turn(rounds, ways)
     handoff, bare_ones = times["handoff"], times["floor"]
     ours, theirs = percentiles("handoff", handoff, most_p50=1.0), percentiles("floor", bare_ones)
     return [
@@ -185,7 +188,7 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
         await anyio.sleep(scale.seconds(WARM_UP_S))
         before, began_s, seconds = bench.cpu_s(), time.monotonic(), list[float]()
         while not seconds:
-            await anyio.sleep(scale.seconds(RATE_S))
+            await _passed(bench, scale.seconds(RATE_S))
             after, ended_s = bench.cpu_s(), time.monotonic()
             seconds = [one_s for at_s, one_s in timed_at if at_s >= began_s]
         ends.set()
@@ -201,6 +204,18 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
         Figure("floor agents CPU", bare_s * 1e6, "us each"),
         Figure("both agents CPU vs floor", agents_s / bare_s, "x"),
     ]
+
+
+async def _passed(bench: Bench, seconds: float) -> None:
+    for until_s in _deadlines(bench, seconds):
+        await anyio.sleep(until_s - time.perf_counter())
+
+
+def _deadlines(bench: Bench, seconds: float) -> Iterator[float]:
+    """Yield about one a second, as progress is drawn between two."""
+    began_s, number = time.perf_counter(), math.ceil(seconds)
+    for done in bench.progress.parts(number, SECONDS):
+        yield began_s + seconds * (done + 1) / number
 
 
 OfferQueue = asyncio.Queue[tuple[Ticket, PairedBlocks] | None]
@@ -273,9 +288,10 @@ async def _measure_beside(
         for part in parts:
             tasks.start_soon(repeat, part)
         began_s = time.perf_counter()
-        while time.perf_counter() < began_s + scale.seconds(load_s) or not large_s:
-            small_s.append((await small.hand_off(contiguous(1))).seconds)
-            lags.check_when_due()
+        for until_s in _deadlines(bench, scale.seconds(load_s)):
+            while time.perf_counter() < until_s or not large_s:
+                small_s.append((await small.hand_off(contiguous(1))).seconds)
+                lags.check_when_due()
         took_s, num_large = time.perf_counter() - began_s, len(large_s)
         lag_figures = await lags.figures(lag_ms)
         ends.set()
@@ -335,7 +351,7 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     await pair.verify(contiguous(1))
     await anyio.sleep(CALM_S)
     before = bench.cpu_s()
-    await anyio.sleep(duration_s)
+    await _passed(bench, duration_s)
     after = bench.cpu_s()
     shares = {name: (after[name] - before[name]) / duration_s * 100 for name in bench.agents}
     return [Figure(f"{name} CPU", n, "% of core", most=1.0) for name, n in shares.items()]

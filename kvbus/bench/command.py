@@ -1,20 +1,22 @@
 """Commands ``kvbus bench``, ``bench-prefill`` and ``bench-decode``."""
 
-import os
-import platform
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import typer
 
-from kvbus.bench.figures import CASES, EVERY_TIME, GPU_CASES, MAX_MIB, Scale, Sheet
+from kvbus.bench.figures import CASES, EVERY_TIME, GPU_CASES, MAX_MIB, Scale
+from kvbus.bench.machine import facts, head
+from kvbus.bench.plot import check_plot, draw, panels
+from kvbus.bench.sheet import Sheet
 from kvbus.errors import ConfigError, KVBusError, SegmentError, leaves
 from kvbus.memory.cuda import check_ordinal, driver_version, seen_gpus
+from kvbus.options import completed_by
 from kvbus.output import write_json, write_text
+from kvbus.progress import Progress
 from kvbus.spec_text import gpu_number
 from kvbus.text import printable
 
@@ -29,12 +31,17 @@ Attach = Annotated[
 
 
 def bench(
+    *,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rounds of a raw and a kvbus transfer.")
     ] = Scale().rounds,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CASE", help=f"Measure {', '.join(CASES)} only; may be repeated."),
+        typer.Option(
+            metavar="CASE",
+            help=f"Measure {', '.join(CASES)} only; may be repeated.",
+            autocompletion=completed_by((*CASES, *GPU_CASES)),
+        ),
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -45,6 +52,10 @@ def bench(
         ),
     ] = None,
     as_one_json: AsOneJson = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the figures as bars: FILE.svg or FILE.png."),
+    ] = None,
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
 ) -> None:
     """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.
@@ -58,6 +69,8 @@ def bench(
         raise ConfigError(f"--only: no case {', '.join(unknown)}; there are {', '.join(known)}")
     if len(gpus) > 2:
         raise ConfigError("--device: one GPU for both engines, or one for each")
+    if plot is not None:
+        check_plot(plot)
 
     def measure(sheet: Sheet) -> None:
         # torch costs seconds, even for --help
@@ -66,9 +79,12 @@ def bench(
         found = gpu_cases.GPU_CASES if gpus else cases.CASES
         devices = (gpus[0], gpus[-1]) if gpus else ("cpu", "cpu")
         run.run_cases(found, names, Scale(rounds, scale), sheet, devices)
+        if plot is not None:
+            draw(panels(sheet.rows), plot, caption=sheet.head)
 
     about = {"driver": driver_version(), "gpus": [*map(_model, gpus)]} if gpus else {}
-    _show("bench", measure, as_one_json, scale=scale, rounds=rounds, **about)
+    progress = Progress(len(names), in_background=False)
+    _show("bench", measure, progress, as_one_json, scale=scale, rounds=rounds, **about)
 
 
 def _gpu(text: str) -> str:
@@ -133,28 +149,30 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
         num_read = anyio.run(decode_side, attach, sheet)
         write_text(f"ok: {num_read} handoffs; all bytes of the first of each case are equal\n")
 
-    _show("bench-decode", fetch, as_one_json)
+    _show("bench-decode", fetch, Progress(0, "handoffs", in_background=False), as_one_json)
 
 
 def _show(
-    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **options: Any
+    command: str,
+    measure: Callable[[Sheet], None],
+    progress: Progress,
+    as_one_json: bool,
+    **options: Any,
 ) -> None:
-    sheet = Sheet()
-    machine = {
-        "cpus": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **options,
-        **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
-    }
+    machine = {**facts(), **options}
+    sheet = Sheet(progress, head(machine))
+
+    def work() -> None:
+        write_text(f"{sheet.head}\n\n")
+        with progress:
+            measure(sheet)
 
     def report(errors: list[str]) -> None:
         failed = {"case": sheet.case, "errors": errors} if errors else None
         if as_one_json:
             write_json({"machine": machine, "figures": sheet.rows, "failed": failed})
 
-    _run(command, lambda: measure(sheet), report)
+    _run(command, work, report)
 
 
 def _run(

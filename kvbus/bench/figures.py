@@ -1,13 +1,11 @@
 """Cases, figures and targets of the benchmark; imports no case, which would take seconds."""
 
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvbus.histograms import p99, quantile
-from kvbus.output import write_text
 
 if TYPE_CHECKING:
     from kvbus.lab.process import TimedFetch
@@ -85,16 +83,17 @@ def speed(name: str, num_bytes: int, seconds: float) -> Figure:
     return Figure(name, num_bytes / seconds / 1e9, "GB/s")
 
 
-STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
+FETCH_STAGES = ("resolving", "queued", "acquiring", "waiting", "reading", "committing")
+STAGES = (*FETCH_STAGES, "engine to agent")
 
 
 def stages(fetches: "Sequence[TimedFetch]", prefix: str = "  ") -> list[Figure]:
-    by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
+    by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in FETCH_STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
     by_stage = [*zip(*by_fetch, strict=True), outside]
     return [
         milliseconds(f"{prefix}{name} p50", median(times))
-        for name, times in zip((*STAGES, "engine to agent"), by_stage, strict=True)
+        for name, times in zip(STAGES, by_stage, strict=True)
         if any(times)
     ]
 
@@ -107,46 +106,13 @@ def percentiles(
     return found if tail_s is None else [*found, milliseconds(f"{name} p99", tail_s, most=most)]
 
 
-LINE = "  {:40} {:>9} {:9} {:8} {}"
-VERDICTS = {True: "ok", False: "missed", None: ""}
-
-
-def lines(case: str, figures: Sequence[Figure]) -> str:
-    found = (
-        LINE.format(
-            figure.name,
-            f"{figure.value:,.{0 if isinstance(figure.value, int) or figure.value >= 100 else 3}f}",
-            figure.unit,
-            figure.target,
-            VERDICTS[figure.met],
-        )
-        for figure in figures
-    )
-    return "".join(f"{line.rstrip()}\n" for line in (case, *found))
-
-
-class Sheet:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.case: str | None = None
-
-    def begin(self, case: str) -> None:
-        self.case = case
-        sys.stderr.write(f"measuring {case}\n")
-
-    def show(self, figures: Sequence[Figure]) -> None:
-        case = str(self.case)
-        write_text(lines(case, figures))
-        self.rows.extend(figure.row(case) for figure in figures)
-
-
 Ways = Mapping[str, Callable[[], Awaitable[float]]]
 
 
-async def in_turn(rounds: int, ways: Ways) -> dict[str, list[float]]:
+async def in_turn(rounds: Iterable[int], ways: Ways) -> dict[str, list[float]]:
     """Rounds interleave the ways, so a disturbance affects all."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    for _ in rounds:
         for name, way in ways.items():
             times[name].append(await way())
     return times

@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from kvbus.bench.figures import STAGES
+from kvbus.bench.figures import FETCH_STAGES
 from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     SocketOptions,
@@ -37,7 +37,11 @@ TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
 FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
 COMMIT = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
 RELEASED = {"offer_id": "o" * 32, "request_id": "q" * 32, "outcome": "completed"}
-FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
+FETCHED = {
+    "fetch_id": "f" * 32,
+    "outcome": "completed",
+    "stages_s": dict.fromkeys(FETCH_STAGES, 0.1),
+}
 
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 OnFrames = Callable[[list[bytes]], None]

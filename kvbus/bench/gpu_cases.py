@@ -60,7 +60,7 @@ async def measure_gpu_transfer(
         TO_HOST: limits.to_host_s,
         TO_GPU: limits.to_gpu_s,
     }
-    times = await in_turn(scale.rounds, ways)
+    times = await in_turn(bench.progress.parts(scale.rounds, "rounds"), ways)
     seconds = {name: median(some) for name, some in times.items()}
     return [
         *_ratios(seconds, is_one_gpu=bench.devices[0] == bench.devices[1]),
@@ -74,8 +74,12 @@ async def measure_one_block(bench: Bench, scale: Scale) -> list[Figure]:
     tables = contiguous(1, SMALL)
     pairs = await _pairs(bench, SMALL, SMALL, tables)
     limits = Limits(bench, SMALL.block_bytes)
-    ways: Ways = {name: partial(pair.timed, tables) for name, pair in pairs.items()}
-    times = await in_turn(scale.count(NUM_SMALL), {**ways, DEVICE_COPY: limits.device_copy_s})
+    ways: Ways = {
+        **{name: partial(pair.timed, tables) for name, pair in pairs.items()},
+        DEVICE_COPY: limits.device_copy_s,
+    }
+    rounds = bench.progress.parts(scale.count(NUM_SMALL), "rounds")
+    times = await in_turn(rounds, ways)
     return [one for name, some in times.items() for one in percentiles(name, some)]
 
 
@@ -98,9 +102,10 @@ async def _pairs(
         await pair.timed(tables)
         found[pair.fetches.pop().fetched.path] = pair
     if MAPPED not in found:
-        sys.stderr.write(
-            "the GPUs' memory is not mapped: kvbus doctor --only cuda has the reason\n"
-        )
+        with bench.progress.hidden():
+            sys.stderr.write(
+                "the GPUs' memory is not mapped: kvbus doctor --only cuda has the reason\n"
+            )
     return found
 
 

@@ -25,6 +25,7 @@ from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
 from kvbus.lab.process import EngineChild, Settings, TimedFetch, engine_process, start_agent
 from kvbus.planning import Reads
+from kvbus.progress import Progress
 from kvbus.spawn import Child, free_port
 
 UNMAPPED = "unmapped"
@@ -142,6 +143,7 @@ class Bench:
     engines: EngineChild
     folder: Path
     stack: ExitStack
+    progress: Progress
     devices: tuple[str, str] = ON_HOST
     """Those of the prefill and the decode engines."""
     others: dict[str, BenchAgent] = field(default_factory=dict)
@@ -213,6 +215,7 @@ async def running(
     folder: Path,
     settings: Mapping[str, Settings] = MappingProxyType({}),
     devices: tuple[str, str] = ON_HOST,
+    progress: Progress | None = None,
 ) -> AsyncIterator[Bench]:
     with ExitStack() as stack:
         agents = {}
@@ -221,7 +224,7 @@ async def running(
             agents[f"{role} agent"] = stack.enter_context(started)
         process = _prefill_engines(agents["prefill agent"], folder / "prefill-engines.log")
         async with process as engines:
-            yield Bench(agents, engines, folder, stack, devices)
+            yield Bench(agents, engines, folder, stack, progress or Progress(0), devices)
 
 
 def _prefill_engines(agent: BenchAgent, log: Path) -> AbstractAsyncContextManager[EngineChild]:

@@ -29,7 +29,7 @@ async def measure_park(bench: Bench, scale: Scale) -> list[Figure]:
     for pair in pairs.values():
         await pair.verify(tables)
         await _verify(pair, tables)
-    times = await in_turn(scale.rounds, ways)
+    times = await in_turn(bench.progress.parts(scale.rounds, "rounds"), ways)
     seconds = {name: median(some) for name, some in times.items()} | {
         "parking": median(parked_s for parked_s, _ in parked)
     }

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.figures import Figure, Scale, Sheet
+from kvbus.bench.figures import Figure, Scale
 from kvbus.bench.pairs import Bench, running
+from kvbus.bench.sheet import Sheet
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.output import waiting_for
 
@@ -35,14 +36,17 @@ async def _run(
 ) -> None:
     async with AsyncExitStack() as stack:
         with waiting_for("two agents and a process of engines to start"):
-            bench = await stack.enter_async_context(running(folder, devices=devices))
+            started = running(folder, devices=devices, progress=sheet.progress)
+            bench = await stack.enter_async_context(started)
         try:
             for name, case in cases.items():
                 sheet.begin(name)
+                sheet.progress.begin(f"measuring {name}")
                 sheet.show(await _measured(name, case, bench, scale))
         except* KVBusError:
-            for agent in bench.agents.values():  # shows whether it runs, and the end of its log
-                sys.stderr.write(f"{agent.child.lost('runs')}\n")
+            with sheet.progress.hidden():
+                for agent in bench.agents.values():  # shows whether it runs, and its log's end
+                    sys.stderr.write(f"{agent.child.lost('runs')}\n")
             raise
 
 

@@ -26,7 +26,8 @@ from kvbus.bench.bench_engine import (
     contiguous,
     scattered_tokens,
 )
-from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, percentiles, speed, stages
+from kvbus.bench.figures import MAX_MIB, Figure, milliseconds, percentiles, speed, stages
+from kvbus.bench.sheet import Sheet
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
 from kvbus.histograms import quantile
@@ -120,6 +121,7 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
     lines, num_read = pipe.read(BenchHandoff), 0
     with waiting_for(f"a line of {pipe.WRITER}"):
         handoff = await anext(lines)
+    sheet.progress.expect(handoff.left + 1)
     while True:
         name, num_mib = handoff.case, handoff.mib
         if name not in CASES:
@@ -127,12 +129,14 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
                 f"stdin: there is no case '{name}': have one version of kvbus on both machines"
             )
         sheet.begin(name)
+        sheet.progress.note(f"measuring {name}")
         case, timed = CASES[name], list[TimedFetch]()
         tables = case.tables(num_mib)
         _, num_blocks = tables.capacities
         async with _engine(attach_path, case.target, num_blocks, AgentRole.DECODE) as engine:
             engine.wipe()
             first = await _fetch(engine, tables, handoff)
+            sheet.progress.advance()
             if not engine.has(tables, case.source):
                 raise KVBusError(f"a handoff of '{name}' brought wrong bytes")
             try:
@@ -141,6 +145,7 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> int:
                     if (handoff.case, handoff.mib) != (name, num_mib):
                         break
                     timed.append(await _fetch(engine, tables, handoff))
+                    sheet.progress.advance()
                 else:
                     return num_read + 1 + len(timed)
             finally:

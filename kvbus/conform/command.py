@@ -14,7 +14,9 @@ import typer
 from kvbus.conform.rules import RuleOutcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
 from kvbus.errors import ConfigError
+from kvbus.options import completed_by
 from kvbus.output import waiting_for, write_json, write_text
+from kvbus.progress import Progress
 from kvbus.protocol.engine import AgentRole
 from kvbus.text import printable
 
@@ -34,7 +36,12 @@ Start = Annotated[
 ]
 Scenes = Annotated[
     list[str] | None,
-    typer.Option("--scene", metavar="SCENE", help="Play this scene only; may be repeated."),
+    typer.Option(
+        "--scene",
+        metavar="SCENE",
+        help="Play this scene only; may be repeated.",
+        autocompletion=completed_by(name for role in AgentRole for name in scenes_of(role)),
+    ),
 ]
 Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Where the engine's stderr goes.")]
 AsOneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -63,7 +70,13 @@ def conform(
     known = scenes_of(role)
     if unknown := [name for name in wanted if name not in known]:
         raise ConfigError(f"--scene: no scene {', '.join(unknown)}; there are {', '.join(known)}")
-    with waiting_for("the engine to start") as wait_for:
+    scenes = Progress(len(set(wanted) or known))
+
+    def on_scene(name: str) -> None:
+        scenes.begin(f"the scene {name}")
+        wait_for(f"the scene {name}")
+
+    with scenes, waiting_for("the engine to start") as wait_for:
         outcomes = play(
             role,
             command,
@@ -71,7 +84,7 @@ def conform(
             patience_s=patience,
             start_s=start,
             only=wanted,
-            on_scene=lambda name: wait_for(f"the scene {name}"),
+            on_scene=on_scene,
         )
     if as_one_json:
         report = {

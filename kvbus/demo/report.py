@@ -106,7 +106,8 @@ class DemoReport:
         found = self.summary()
         yield " -> ".join(f"{role} {fields}" for role, fields in self.options.sides.items())
         equal = f"{found['matched']} outputs equal to the model run alone, tokens and logits"
-        yield f"{found['requests']} requests, {equal}"
+        is_compared = self.alone or not self.num_uncompared
+        yield f"{found['requests']} requests" + (f", {equal}" if is_compared else "")
         for one in self.served:
             if one.prompt in self.alone and one.steps is not None and not self._is_equal(one):
                 yield f"the output of request {one.request_id} differs"

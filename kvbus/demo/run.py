@@ -20,6 +20,7 @@ from kvbus.lab.process import EngineChild, Settings, TimedFetch, agent_process, 
 from kvbus.memory.cuda import check_ordinal, driver_version
 from kvbus.options import with_options
 from kvbus.output import waiting_for
+from kvbus.progress import Progress
 from kvbus.spec_text import gpu_number
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,10 +58,11 @@ def demo(options: DemoOptions) -> None:
         _check_device(f"--{role}", fields.device)
     report = DemoReport(options)
     with (
+        Progress(options.requests, "requests") as progress,
         waiting_for("processes to start") as wait_for,
         tempfile.TemporaryDirectory(prefix="kvbus-demo-") as folder,
     ):
-        anyio.run(Run(report, Path(folder), wait_for).until_a_signal)
+        anyio.run(Run(report, Path(folder), wait_for, progress).until_a_signal)
     report.print()
     report.end()
 
@@ -87,9 +89,15 @@ def _check_device(option: str, device: str) -> None:
 
 
 class Run:
-    def __init__(self, report: DemoReport, folder: Path, wait_for: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        report: DemoReport,
+        folder: Path,
+        wait_for: Callable[[str], None],
+        progress: Progress,
+    ) -> None:
         self.report, self.options = report, report.options
-        self.folder, self.wait_for = folder, wait_for
+        self.folder, self.wait_for, self.progress = folder, wait_for, progress
         self._id = uuid.uuid4().hex[:12]
 
     async def until_a_signal(self) -> None:
@@ -134,6 +142,7 @@ class Run:
                     served = Served(f"{self._id}-{number}", prompt)
                     self.report.served.append(served)
                     await self._serve(served, **engines)
+                    self.progress.advance()
                     if num_left := self.report.num_unfinished:
                         self.wait_for(f"{num_left} of {options.requests} requests")
 

@@ -20,8 +20,9 @@ from kvbus.doctor.host import check_limits, check_memory, check_versions
 from kvbus.doctor.peers import QueriedAgent, check_peer
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.client_options import KeyFile, ServerKey, curve_of
-from kvbus.options import with_options
+from kvbus.options import completed_by, with_options
 from kvbus.output import write_json, write_text
+from kvbus.progress import Progress
 from kvbus.protocol.message import Endpoint
 
 FAMILIES = ("versions", "memory", "limits", "nixl", "cuda", "agents", "peer")
@@ -44,6 +45,7 @@ class DoctorOptions:
         typer.Option(
             metavar="FAMILY",
             help=f"Check one family only: {', '.join(FAMILIES)}; may be repeated.",
+            autocompletion=completed_by(FAMILIES),
         ),
     ] = None
     peer: Annotated[
@@ -115,7 +117,11 @@ def doctor(options: DoctorOptions) -> None:
     """
     checks = _checks(options)
     families = [one for one in FAMILIES if not options.only or one in options.only]
-    found = [one for family in families for one in _checked(family, checks[family])]
+    found = list[Finding]()
+    with Progress(len(families)) as progress:
+        for family in families:
+            progress.begin(f"checking {family}")
+            found += _checked(family, checks[family])
     report = Report(found, strict=options.strict)
     if options.as_json:
         write_json(report.as_json(version("kvbus")))

@@ -12,6 +12,7 @@ from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read, read_public, write_secret
 from kvbus.keys.trusted import MAX_BYTES, TrustedKey, TrustedKeys, revoke_trusted, write_trusted
+from kvbus.options import completed_by
 from kvbus.output import complain, write_json, write_text
 from kvbus.protocol.message import Role
 
@@ -87,7 +88,12 @@ def trust(
     ],
     name: Annotated[str, typer.Option(help="What the key is called, such as decode-0.")],
     role: Annotated[
-        list[str], typer.Option(metavar="ROLE", help=f"{', '.join(Role)}; may be repeated.")
+        list[str],
+        typer.Option(
+            metavar="ROLE",
+            help=f"{', '.join(Role)}; may be repeated.",
+            autocompletion=completed_by(Role),
+        ),
     ],
 ) -> None:
     """Trust a public key in one or more roles. Running agents apply it within a second."""

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvbus.cli import COMMANDS, PANELS, app
 
+OPTIONS = ("Options", "--version", "--install-completion", "--show-completion", "--help")
 HEAVY = ("zmq", "nixl", "numpy", "torch", "anyio")
 
 
@@ -51,7 +52,8 @@ def test_help_hides_switch_types_and_groups_commands() -> None:
     shown = [CliRunner().invoke(app, [*name, "--help"]).stdout for name in ([], ["keys", "show"])]
 
     assert not [text for text in shown if "<bool>" in text or "<file>" in text]
-    assert [name for name in ("Run", "Inspect", "Develop") if f" {name} ─" not in shown[0]] == []
+    listed = re.findall(r"^(?:╭─ |│ )([A-Za-z-]+)", shown[0], re.MULTILINE)
+    assert listed == [*OPTIONS, *(one for panel in PANELS for one in (panel, *PANELS[panel]))]
     assert {name for names in PANELS.values() for name in names} == COMMANDS.keys()
 
 
@@ -114,6 +116,8 @@ def test_ctrl_c_during_import_ends_program_without_traceback(
         ("status nowhere", "nowhere"),
         ("conform --role router -- x", "'--role': 'router' is not one of 'prefill', 'decode'"),
         ("bench --only everything", "everything"),
+        ("bench --plot figures.pdf", "--plot: figures.pdf does not end in .svg or .png"),
+        ("bench --plot /nowhere/a.svg", "cannot write /nowhere/a.svg: No such file or directory"),
         ("doctor --only everything", "--only: 'everything' is none of versions"),
         ("doctor --only peer", "--only peer needs --peer"),
         ("doctor --peer 127.0.0.1:7701", "is not tcp://HOST:PORT"),

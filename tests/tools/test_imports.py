@@ -18,7 +18,7 @@ PURE = ("errors", "geometry")
 PLANNED = (*PURE, "planning", "protocol", "table")
 PLUMBING = (*PLANNED, "bus", "memory", "data")
 
-COMMANDS = ("lab", "text", "options", "output", "console")
+COMMANDS = ("lab", "text", "options", "output", "console", "progress")
 
 ROOMS = {
     "kvbus/errors": (),
@@ -41,22 +41,23 @@ ROOMS = {
     "kvbus/bus": ("errors", "fair", "protocol"),
     "kvbus/memory": PLANNED,
     "kvbus/data": (*PURE, "planning", "fair", "memory", "threads"),
-    "kvbus/keys": (*PURE, "protocol", "bus", "output", "console", "variables"),
+    "kvbus/keys": (*PURE, "protocol", "bus", "options", "output", "console", "variables"),
     "kvbus/agent": (*PLUMBING, "keys", "spawn", "text", "threads", "variables"),
     "kvbus/engine": (*PLANNED, "bus", "memory"),
     "kvbus/integrations": (
         *(*PURE, "protocol", "engine", "options", "output", "spawn", "text", "variables"),
     ),
     "kvbus/demo": (*PLUMBING, *COMMANDS, "keys", "engine", "spawn", "spec_text", "histograms"),
-    "kvbus/bench": (
-        *(*PLUMBING, "engine", "lab", "spawn", "text", "histograms", "output", "spec_text"),
-    ),
+    "kvbus/bench": (*(*PLUMBING, *COMMANDS, "engine", "spawn", "spec_text", "histograms"),),
     "kvbus/lab": (
         *(*PLUMBING, *COMMANDS, "keys", "agent", "engine", "spawn", "spec_text"),
         *("histograms", "clocks"),
     ),
     "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output", "text", "console"),
-    "kvbus/conform": (*PURE, "protocol", "output", "spawn", "text", "variables"),
+    "kvbus/conform": (
+        *(*PURE, "protocol", "options", "output", "progress", "spawn", "text", "variables"),
+    ),
+    "kvbus/progress": ("console", "output"),
     "kvbus/doctor": (*PLUMBING, *COMMANDS, "keys", "agent", "clocks"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "fair", "keys", "interrupt"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent", "fair", "keys", "interrupt"),

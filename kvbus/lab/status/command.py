@@ -34,7 +34,7 @@ from kvbus.errors import (
 )
 from kvbus.keys.client_options import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.screen import Between, View, screen
-from kvbus.options import with_options
+from kvbus.options import completed_by, with_options
 from kvbus.output import fail, json_text, waiting_for, write_json, write_text
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import EVENTS, may_subscribe
@@ -78,7 +78,11 @@ class StatusOptions:
     ] = False
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="EVENT", help="Such events, as 'offer.*'; may be repeated."),
+        typer.Option(
+            metavar="EVENT",
+            help="Such events, as 'offer.*'; may be repeated.",
+            autocompletion=completed_by(NAMES),
+        ),
     ] = None
     request: Annotated[
         str, typer.Option(metavar="ID", help="Events of this request_id, offer_id or fetch_id.")

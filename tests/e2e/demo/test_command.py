@@ -34,6 +34,12 @@ def test_uncompared_outputs_are_told_from_differing_ones(
     assert "the output of request r2 differs" in told
     assert "1 finished and were not compared\n6 did not finish" in told
 
+    DemoReport(DemoOptions(requests=9), served).print()
+
+    told = capsys.readouterr().out
+    assert "3 finished and were not compared" in told
+    assert "equal" not in told, "none was compared before the run was interrupted"
+
 
 @pytest.mark.parametrize(
     ("leaks", "trouble", "is_ok"),

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvbus.bench.sheet import OF_UNIT, label
 from kvbus.cli import app
 
 USUAL = {
@@ -18,6 +20,7 @@ USUAL = {
     *("tp-1-to-2", "hnd-to-nhd"),
 }
 WHEN_ASKED = ("large", "park")
+LABEL_COLUMNS = 51
 Case = dict[str, dict[str, Any]]
 
 
@@ -47,6 +50,7 @@ def cases(*arguments: str) -> dict[str, Case]:
 def check(one: dict[str, Any]) -> None:
     """A figure has a name, is no less than nothing, and meets its target or does not."""
     assert one["name"].strip(), one
+    assert len(label(one["name"]) + OF_UNIT.get(one["unit"], "")) <= LABEL_COLUMNS, one
     assert one["value"] >= 0, one
     if one["target"] is None:
         assert one["met"] is None, one
@@ -71,8 +75,9 @@ def check_speeds(case: Case) -> None:
 
 
 @pytest.mark.timeout(300)  # it starts about ten processes
-def test_figures_of_a_case_fit_together() -> None:
-    found = cases("--only", "fixed", "--only", "scattered-16k", "--only", "tp-1-to-2")
+def test_figures_of_a_case_fit_together_and_are_drawn(tmp_path: Path) -> None:
+    only = [part for name in ("fixed", "scattered-16k", "tp-1-to-2") for part in ("--only", name)]
+    found = cases(*only, "--plot", str(tmp_path / "bench.svg"))
 
     assert list(found) == ["fixed", "scattered-16k", "tp-1-to-2"]
     assert found["fixed"]["handoff p50"]["unit"] == "ms"
@@ -90,6 +95,7 @@ def test_figures_of_a_case_fit_together() -> None:
         assert 0 <= scattered[f"{name}, in huge pages"] <= 100
     size = scattered["descriptors"] * (16 << 10)
     assert scattered["raw READ"] * scattered["raw READ p50"] * 1e6 == pytest.approx(size, rel=1e-3)
+    assert "bare NIXL, run by run" in (tmp_path / "bench.svg").read_text()
     paths = {"auto vs naive READ", "mapped", "direct", "packed", "memcpy"}
     assert found["tp-1-to-2"].keys() >= paths
 
@@ -99,9 +105,9 @@ def test_parking_is_measured_beside_memcpy_and_the_engine() -> None:
     (case,) = cases("--only", "park").values()
     check_speeds(case)
     values = {name: one["value"] for name, one in case.items()}
-    for label in ("mapped", "unmapped"):
-        pool, engine = (values[f"{label}, from the {which} p50"] for which in ("pool", "engine"))
-        assert values[f"{label}: pool vs engine"] == pytest.approx(pool / engine, rel=1e-2)
+    for way in ("mapped", "unmapped"):
+        pool, engine = (values[f"{way}, from the {which} p50"] for which in ("pool", "engine"))
+        assert values[f"{way}: pool vs engine"] == pytest.approx(pool / engine, rel=1e-2)
 
 
 @pytest.mark.timeout(300)
@@ -126,7 +132,8 @@ def test_interrupted_run_shows_figures_of_earlier_cases() -> None:
     found = json.loads(output.splitlines()[-1])["figures"]
     assert run.returncode == 130
     assert {one["case"] for one in found} == {"fixed"}
-    assert "handoff p50" in output.splitlines()[1]
+    assert "\nfixed: one block of 64 KiB" in output
+    assert "idle:" not in output
 
 
 @pytest.mark.long
