@@ -71,7 +71,7 @@ services/decode/kvbus_decode/fetch services/decode/kvbus_decode/read_table
 """
 PUBLIC = """
 kvbus kvbus.bus kvbus.cli kvbus.clocks kvbus.console kvbus.errors kvbus.fair kvbus.geometry
-kvbus.planning kvbus.protocol kvbus.spawn kvbus.spec_text kvbus.text
+kvbus.planning kvbus.progress kvbus.protocol kvbus.spawn kvbus.spec_text kvbus.text
 kvbus.agent.access kvbus.agent.config kvbus.agent.data_plane kvbus.agent.local_engine
 kvbus.agent.probe kvbus.agent.runtime kvbus.agent.service
 kvbus.data.channel kvbus.data.child kvbus.data.client kvbus.data.loop kvbus.data.messages
