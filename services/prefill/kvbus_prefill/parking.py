@@ -147,6 +147,11 @@ class Parking:
             if engine.ready and engine not in self._opening:
                 self.on_engine_ready(engine)
 
+    def stop(self) -> None:
+        for pool in self._pools:
+            if pool.local.cells is not None:
+                pool.local.cells.close()
+
     def check_memory(self) -> None:
         """End the offers of pools that the new data process cannot map."""
         for pool in self._pools:

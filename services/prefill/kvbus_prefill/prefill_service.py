@@ -175,6 +175,7 @@ class PrefillService(Service):
         self._packing.stop()
         self._driver.dispatch(Stopped())
         self._driver.stop()
+        self._parking.stop()
 
     def counts(self) -> dict[str, int]:
         slots = self._packing.slots
