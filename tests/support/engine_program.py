@@ -290,6 +290,9 @@ class DecodeProgram(Program):
 
     def look(self) -> None:
         super().look()
+        self._check_ring()
+
+    def _check_ring(self) -> None:
         try:
             self.link.check_free_blocks()
         except AssertionError as error:
@@ -338,7 +341,7 @@ class DecodeProgram(Program):
         """Whether the blocks are known to be free."""
         key = order["key"]
         if self.engine.ring is not None:
-            self.look()
+            self._check_ring()  # `Pool.take` has checked the blocks of the engine itself
         try:
             fetch = self._fetches[key] = self._start(order, blocks)
         except KVBusError as error:
