@@ -55,28 +55,28 @@ int cache_open(void) {
 
 static void pack_axis(msgpack_packer *pk, const char *name, unsigned size, size_t stride) {
     msgpack_pack_map(pk, 3);
-    pack_text(pk, "name"), pack_text(pk, name);
-    pack_text(pk, "size"), msgpack_pack_uint32(pk, size);
-    pack_text(pk, "stride_bytes"), msgpack_pack_uint64(pk, stride);
+    kvbus_pack_text(pk, "name"), kvbus_pack_text(pk, name);
+    kvbus_pack_text(pk, "size"), msgpack_pack_uint32(pk, size);
+    kvbus_pack_text(pk, "stride_bytes"), msgpack_pack_uint64(pk, stride);
 }
 
 static void pack_layers(msgpack_packer *pk) {
-    pack_text(pk, "layers"), msgpack_pack_array(pk, NUM_LAYERS);
+    kvbus_pack_text(pk, "layers"), msgpack_pack_array(pk, NUM_LAYERS);
     for (unsigned layer = 0; layer < NUM_LAYERS; layer++)
         msgpack_pack_uint32(pk, layer);
 }
 
 static void pack_region(msgpack_packer *pk) {
     msgpack_pack_map(pk, 8);
-    pack_text(pk, "segment_id"), pack_text(pk, "kv");
-    pack_text(pk, "offset_bytes"), msgpack_pack_uint32(pk, 0);
-    pack_text(pk, "group"), pack_text(pk, "full");
+    kvbus_pack_text(pk, "segment_id"), kvbus_pack_text(pk, "kv");
+    kvbus_pack_text(pk, "offset_bytes"), msgpack_pack_uint32(pk, 0);
+    kvbus_pack_text(pk, "group"), kvbus_pack_text(pk, "full");
     pack_layers(pk);
-    pack_text(pk, "parts"), msgpack_pack_array(pk, NUM_PARTS);
-    pack_text(pk, "k"), pack_text(pk, "v");
-    pack_text(pk, "first_head"), msgpack_pack_uint32(pk, 0);
-    pack_text(pk, "num_heads"), msgpack_pack_uint32(pk, NUM_HEADS);
-    pack_text(pk, "axes"), msgpack_pack_array(pk, 6);
+    kvbus_pack_text(pk, "parts"), msgpack_pack_array(pk, NUM_PARTS);
+    kvbus_pack_text(pk, "k"), kvbus_pack_text(pk, "v");
+    kvbus_pack_text(pk, "first_head"), msgpack_pack_uint32(pk, 0);
+    kvbus_pack_text(pk, "num_heads"), msgpack_pack_uint32(pk, NUM_HEADS);
+    kvbus_pack_text(pk, "axes"), msgpack_pack_array(pk, 6);
     pack_axis(pk, "block", NUM_BLOCKS, block_stride());
     pack_axis(pk, "layer", NUM_LAYERS, layer_stride());
     pack_axis(pk, "kv", NUM_PARTS, part_stride());
@@ -87,28 +87,28 @@ static void pack_region(msgpack_packer *pk) {
 
 void cache_pack_rank(msgpack_packer *pk) {
     msgpack_pack_map(pk, 3);
-    pack_text(pk, "rank"), msgpack_pack_uint32(pk, 0);
-    pack_text(pk, "segments"), msgpack_pack_array(pk, 1);
+    kvbus_pack_text(pk, "rank"), msgpack_pack_uint32(pk, 0);
+    kvbus_pack_text(pk, "segments"), msgpack_pack_array(pk, 1);
     msgpack_pack_map(pk, 2);
-    pack_text(pk, "segment_id"), pack_text(pk, "kv");
-    pack_text(pk, "size_bytes"), msgpack_pack_uint64(pk, cache_bytes());
-    pack_text(pk, "regions"), msgpack_pack_array(pk, 1);
+    kvbus_pack_text(pk, "segment_id"), kvbus_pack_text(pk, "kv");
+    kvbus_pack_text(pk, "size_bytes"), msgpack_pack_uint64(pk, cache_bytes());
+    kvbus_pack_text(pk, "regions"), msgpack_pack_array(pk, 1);
     pack_region(pk);
 }
 
 void cache_pack_engine(msgpack_packer *pk) {
     msgpack_pack_map(pk, 4);
-    pack_text(pk, "engine_id"), pack_text(pk, ENGINE_ID);
-    pack_text(pk, "model"), pack_text(pk, "known numbers");
-    pack_text(pk, "tp_size"), msgpack_pack_int(pk, 1);
-    pack_text(pk, "groups"), msgpack_pack_array(pk, 1);
+    kvbus_pack_text(pk, "engine_id"), kvbus_pack_text(pk, ENGINE_ID);
+    kvbus_pack_text(pk, "model"), kvbus_pack_text(pk, "known numbers");
+    kvbus_pack_text(pk, "tp_size"), msgpack_pack_int(pk, 1);
+    kvbus_pack_text(pk, "groups"), msgpack_pack_array(pk, 1);
     msgpack_pack_map(pk, 6);
-    pack_text(pk, "name"), pack_text(pk, "full");
+    kvbus_pack_text(pk, "name"), kvbus_pack_text(pk, "full");
     pack_layers(pk);
-    pack_text(pk, "block_size"), msgpack_pack_uint32(pk, BLOCK_SIZE);
-    pack_text(pk, "num_kv_heads"), msgpack_pack_uint32(pk, NUM_HEADS);
-    pack_text(pk, "head_dim"), msgpack_pack_uint32(pk, HEAD_DIM);
-    pack_text(pk, "dtype"), pack_text(pk, "float16");
+    kvbus_pack_text(pk, "block_size"), msgpack_pack_uint32(pk, BLOCK_SIZE);
+    kvbus_pack_text(pk, "num_kv_heads"), msgpack_pack_uint32(pk, NUM_HEADS);
+    kvbus_pack_text(pk, "head_dim"), msgpack_pack_uint32(pk, HEAD_DIM);
+    kvbus_pack_text(pk, "dtype"), kvbus_pack_text(pk, "float16");
 }
 
 bool blocks_take(blocks *table, unsigned count) {
@@ -132,9 +132,9 @@ void blocks_pack(msgpack_packer *pk, const blocks *table, unsigned from) {
         for (unsigned shift = 0; shift < 32; shift += 8)
             bytes[size++] = (uint8_t)(table->ids[i] >> shift);
     msgpack_pack_map(pk, 1);
-    pack_text(pk, "full"), msgpack_pack_map(pk, 2);
-    pack_text(pk, "ids"), msgpack_pack_bin_with_body(pk, bytes, size);
-    pack_text(pk, "first_block"), msgpack_pack_uint32(pk, table->first + from);
+    kvbus_pack_text(pk, "full"), msgpack_pack_map(pk, 2);
+    kvbus_pack_text(pk, "ids"), msgpack_pack_bin_with_body(pk, bytes, size);
+    kvbus_pack_text(pk, "first_block"), msgpack_pack_uint32(pk, table->first + from);
 }
 
 /* Write the numbers of these positions, or count how many bytes of them are others. */

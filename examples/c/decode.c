@@ -33,24 +33,32 @@ static void give_back(job *j) {
     j->name = 0;
 }
 
+static void refuse(job *j, const char *code) {
+    tell("refused", j->name, code);
+    give_back(j);
+}
+
 /* The fetch has ended. Only now may the KV be used, and only when it is `completed`. */
-static void on_fetched(intptr_t name, const msgpack_object *ok, const char *refused) {
+static void on_fetched(intptr_t name, const msgpack_object *ok, const msgpack_object *error) {
     char outcome[64], rest[128];
     job *j = find(name);
     if (!j)
         return;
-    if (refused) { /* it was not begun */
-        tell("refused", name, refused);
-        give_back(j);
+    if (error) { /* it was not begun */
+        log_failure("fetch", name, error);
+        kvbus_copy_text(kvbus_get(error, "code"), outcome, sizeof outcome);
+        refuse(j, outcome);
         return;
     }
-    copy_text(get(ok, "outcome"), outcome, sizeof outcome);
+    kvbus_copy_text(kvbus_get(ok, "outcome"), outcome, sizeof outcome);
+    if (strcmp(outcome, "completed"))
+        log_failure("fetch", name, ok);
     snprintf(rest, sizeof rest, "%s", outcome);
     if (!strcmp(outcome, "completed"))
         snprintf(rest, sizeof rest, "%s %zu", outcome,
                  numbers_wrong(name, &j->table, j->first_token, j->num_tokens));
     tell("fetched", name, rest);
-    const msgpack_object *are_free = get(ok, "blocks_free");
+    const msgpack_object *are_free = kvbus_get(ok, "blocks_free");
     if (are_free && are_free->type == MSGPACK_OBJECT_BOOLEAN && are_free->via.boolean)
         give_back(j);
     else
@@ -67,33 +75,33 @@ static void fetch(long name, const char *rest) {
     memset(j, 0, sizeof *j);
     j->name = name;
     if (sscanf(rest, "%u %u %n", &j->first_token, &j->num_tokens, &used) < 2 ||
-        j->num_tokens > MAX_TOKENS)
-        return on_fetched(name, NULL, "too_many_tokens");
+        j->num_tokens > MAX_TOKENS) {
+        refuse(j, "too_many_tokens");
+        return;
+    }
     /* Exactly the blocks that hold the positions, and none when there are no positions. */
     bool has_tokens = j->num_tokens > j->first_token;
     unsigned stop = (j->num_tokens + BLOCK_SIZE - 1) / BLOCK_SIZE;
     j->table.first = j->first_token / BLOCK_SIZE;
-    if (has_tokens && !blocks_take(&j->table, stop - j->table.first))
-        return on_fetched(name, NULL, "too_few_blocks");
+    if (has_tokens && !blocks_take(&j->table, stop - j->table.first)) {
+        refuse(j, "too_few_blocks");
+        return;
+    }
     msgpack_sbuffer body;
     msgpack_packer pk;
-    begin(&body, &pk);
-    snprintf(j->fetch_id, MAX_ID, "fetch-%ld-%.6f", name, now()); /* never used again */
+    kvbus_begin(&body, &pk);
+    snprintf(j->fetch_id, MAX_ID, "fetch-%ld-%.6f", name, kvbus_now()); /* never used again */
     msgpack_pack_map(&pk, 5);
-    pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
-    pack_text(&pk, "first_token"), msgpack_pack_uint32(&pk, j->first_token);
-    pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->num_tokens);
-    pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
-    pack_text(&pk, "ticket");
+    kvbus_pack_text(&pk, "fetch_id"), kvbus_pack_text(&pk, j->fetch_id);
+    kvbus_pack_text(&pk, "first_token"), msgpack_pack_uint32(&pk, j->first_token);
+    kvbus_pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->num_tokens);
+    kvbus_pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
+    kvbus_pack_text(&pk, "ticket");
     if (ticket_pack(&pk, rest + used))
         ask(KVBUS_OP_FETCH, &body, on_fetched, name);
     else
-        on_fetched(name, NULL, "bad_ticket");
+        refuse(j, "bad_ticket");
     msgpack_sbuffer_destroy(&body);
-}
-
-static void on_cancelled(intptr_t name, const msgpack_object *ok, const char *refused) {
-    (void)name, (void)ok, (void)refused; /* the answer to `fetch` tells how it ends */
 }
 
 static void cancel(long name) {
@@ -102,10 +110,10 @@ static void cancel(long name) {
         return;
     msgpack_sbuffer body;
     msgpack_packer pk;
-    begin(&body, &pk);
+    kvbus_begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
-    pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
-    ask(KVBUS_OP_CANCEL, &body, on_cancelled, name);
+    kvbus_pack_text(&pk, "fetch_id"), kvbus_pack_text(&pk, j->fetch_id);
+    ask(KVBUS_OP_CANCEL, &body, NULL, name); /* the reply to `fetch` tells how it ends */
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -125,7 +133,7 @@ void on_agent_notice(const char *op, const msgpack_object *body) {
     if (strcmp(op, KVBUS_NOTICE_BLOCKS_FREED))
         return;
     for (job *j = jobs; j < jobs + MAX_JOBS; j++)
-        if (j->name && is_text(get(body, "fetch_id"), j->fetch_id))
+        if (j->name && kvbus_is_text(kvbus_get(body, "fetch_id"), j->fetch_id))
             give_back(j);
 }
 

@@ -46,13 +46,14 @@ bool ticket_pack(msgpack_packer *pk, const char *json);
 
 /* engine.c */
 
-extern session *control;
+extern kvbus_session *control;
 void tell(const char *word, long name, const char *rest);
-void ask(const char *op, const msgpack_sbuffer *body, on_reply then, long name); /* of the control session */
+void log_failure(const char *what, long name, const msgpack_object *reason); /* with `code` and `message` */
+void ask(const char *op, const msgpack_sbuffer *body, kvbus_on_reply then, long name); /* control session */
 
 /* of the role */
 
-void on_line(char *line);
+void on_line(char *line); /* only while the engine is registered */
 void on_agent_notice(const char *op, const msgpack_object *body);
 int cells_open(void); /* descriptor of its page of cells; -1: it has none */
 void on_lost(void); /* all offers and fetches of the agent are over */

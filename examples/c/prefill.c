@@ -75,15 +75,20 @@ static bool compute(job *j) {
 
 static void go_on(job *j);
 
-static void on_answer(intptr_t name, const msgpack_object *ok, const char *refused) {
+static void on_extended(intptr_t name, const msgpack_object *ok, const msgpack_object *error) {
     job *j = find(name);
     (void)ok;
-    if (j && !refused)
+    if (error)
+        log_failure("extend", name, error);
+    else if (j)
         go_on(j);
 }
 
-static void on_last_answer(intptr_t name, const msgpack_object *ok, const char *refused) {
-    (void)name, (void)ok, (void)refused; /* `released` tells how the offer ends */
+/* `released` tells how the offer ends. */
+static void on_ended(intptr_t name, const msgpack_object *ok, const msgpack_object *error) {
+    (void)ok;
+    if (error)
+        log_failure("seal or withdraw", name, error);
 }
 
 /* Announce what comes after the first tokens, one step after the reply to the other. */
@@ -93,34 +98,37 @@ static void go_on(job *j) {
         return;
     msgpack_sbuffer body;
     msgpack_packer pk;
-    begin(&body, &pk);
+    kvbus_begin(&body, &pk);
     if (++j->step < j->num_counts && compute(j)) {
         bool has_new = j->table.count > before;
         msgpack_pack_map(&pk, has_new ? 3 : 2);
-        pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-        pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
+        kvbus_pack_text(&pk, "offer_id"), kvbus_pack_text(&pk, j->offer_id);
+        kvbus_pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
         if (has_new)
-            pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
-        ask(KVBUS_OP_EXTEND, &body, on_answer, j->name);
+            kvbus_pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
+        ask(KVBUS_OP_EXTEND, &body, on_extended, j->name);
     } else {
         msgpack_pack_map(&pk, 1);
-        pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-        ask(KVBUS_OP_SEAL, &body, on_last_answer, j->name);
+        kvbus_pack_text(&pk, "offer_id"), kvbus_pack_text(&pk, j->offer_id);
+        ask(KVBUS_OP_SEAL, &body, on_ended, j->name);
     }
     msgpack_sbuffer_destroy(&body);
 }
 
-static void on_offered(intptr_t name, const msgpack_object *ok, const char *refused) {
+static void on_offered(intptr_t name, const msgpack_object *ok, const msgpack_object *error) {
+    char code[64];
     job *j = find(name);
     if (!j)
         return;
-    if (refused) {
-        end(j, "refused", refused);
+    if (error) {
+        log_failure("offer", name, error);
+        kvbus_copy_text(kvbus_get(error, "code"), code, sizeof code);
+        end(j, "refused", code);
         return;
     }
-    copy_text(get(ok, "offer_id"), j->offer_id, MAX_ID);
+    kvbus_copy_text(kvbus_get(ok, "offer_id"), j->offer_id, MAX_ID);
     printf("ticket %ld ", j->name);
-    ticket_print(get(ok, "ticket"));
+    ticket_print(kvbus_get(ok, "ticket"));
     go_on(j);
 }
 
@@ -146,16 +154,16 @@ static void offer(long name, char *rest) {
     snprintf(request_id, sizeof request_id, "%ld", name);
     msgpack_sbuffer body;
     msgpack_packer pk;
-    begin(&body, &pk);
+    kvbus_begin(&body, &pk);
     bool sealed = j->num_counts == 1;
     if (sealed)
         j->cell = cell_open(j);
     msgpack_pack_map(&pk, 5);
-    pack_text(&pk, "cell"), msgpack_pack_uint64(&pk, j->cell);
-    pack_text(&pk, "request_id"), pack_text(&pk, request_id);
-    pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
-    pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
-    pack_text(&pk, "sealed");
+    kvbus_pack_text(&pk, "cell"), msgpack_pack_uint64(&pk, j->cell);
+    kvbus_pack_text(&pk, "request_id"), kvbus_pack_text(&pk, request_id);
+    kvbus_pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
+    kvbus_pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
+    kvbus_pack_text(&pk, "sealed");
     sealed ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
     ask(KVBUS_OP_OFFER, &body, on_offered, name);
     msgpack_sbuffer_destroy(&body);
@@ -167,10 +175,10 @@ static void withdraw(long name) {
         return;
     msgpack_sbuffer body;
     msgpack_packer pk;
-    begin(&body, &pk);
+    kvbus_begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
-    pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-    ask(KVBUS_OP_WITHDRAW, &body, on_last_answer, name);
+    kvbus_pack_text(&pk, "offer_id"), kvbus_pack_text(&pk, j->offer_id);
+    ask(KVBUS_OP_WITHDRAW, &body, on_ended, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -190,8 +198,8 @@ void on_agent_notice(const char *op, const msgpack_object *body) {
     if (strcmp(op, KVBUS_NOTICE_RELEASED))
         return;
     char outcome[32], request_id[32];
-    copy_text(get(body, "outcome"), outcome, sizeof outcome);
-    copy_text(get(body, "request_id"), request_id, sizeof request_id);
+    kvbus_copy_text(kvbus_get(body, "outcome"), outcome, sizeof outcome);
+    kvbus_copy_text(kvbus_get(body, "request_id"), request_id, sizeof request_id);
     long name = strtol(request_id, NULL, 10);
     job *j = name ? find(name) : NULL;
     if (j)

@@ -125,11 +125,11 @@ bool ticket_pack(msgpack_packer *pk, const char *json) {
         return false;
     msgpack_pack_map(pk, count);
     for (unsigned i = 0; i < count; i++) {
-        pack_text(pk, keys[i]);
+        kvbus_pack_text(pk, keys[i]);
         if (is_number[i])
             msgpack_pack_int64(pk, strtoll(texts[i], NULL, 10));
         else
-            pack_text(pk, texts[i]);
+            kvbus_pack_text(pk, texts[i]);
     }
     return true;
 }

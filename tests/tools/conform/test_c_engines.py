@@ -78,6 +78,7 @@ class Engine:
             line = self._answers.readline()
             assert line, f"the engine has ended, and never reported: {word} {name}"
             said, of, *rest = line.rstrip("\n").split(" ", 2)
+            assert said != "refused", line
             self._told[said, of] = "".join(rest)
         return self._told[word, str(name)]
 
@@ -145,9 +146,8 @@ def test_engines_in_c_hand_kv_over_and_survive_their_agents(
     for agent in fresh.all:
         agent.kill()
         agent.start()
-    wait_until_ready(fresh)
 
-    assert source.told("released", 10) == "lost"
+    assert source.told("released", 10) == "lost"  # 11 waits until both are registered again
     assert hand_over(source, target, 11, 100) == "completed 0"
 
 
@@ -161,3 +161,45 @@ def test_engines_of_the_cmake_project_hand_kv_over(built_by_cmake: Path, fresh: 
     assert source.told("released", 7) == "completed"
     for engine in (source, target):
         engine.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("attach.sock", "no agent replies at"), ("a" * 108, "use a shorter")]
+)
+def test_cpp_engine_without_agent_ends_with_the_reason(
+    built_by_cmake: Path, tmp_path: Path, name: str, problem: str
+) -> None:
+    env = {**os.environ, "KVBUS_ATTACH": str(tmp_path / name)}
+    command = [built_by_cmake / "offer", "7", "100"]
+    ended = subprocess.run(command, env=env, stderr=PIPE, text=True, check=False)
+
+    assert ended.returncode == 1
+    assert problem in ended.stderr
+
+
+@pytest.fixture(scope="session")
+def client(built_by_cmake: Path) -> Path:
+    """A program over ``kvbus.hpp``."""
+    packages = subprocess.check_output(
+        "pkg-config --cflags --libs libzmq msgpack-c || pkg-config --cflags --libs libzmq msgpack",
+        shell=True,
+        text=True,
+    )
+    source, program = Path(__file__).with_name("client.cpp"), built_by_cmake / "client"
+    library = built_by_cmake / "libkvbus_client.a"
+    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", source, library]
+    subprocess.run([*command, *packages.split(), "-o", program], check=True)
+    return program
+
+
+def test_cpp_client_reports_exceptions_of_callbacks_and_the_end_of_the_agent(
+    client: Path, fresh: Agents
+) -> None:
+    fresh.start(agent := fresh.prepare("prefill"))
+    with subprocess.Popen([client, agent.attach], stdout=PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "thrown by a callback\n"
+        assert process.stdout.readline().startswith("not_registered: ")
+        agent.kill()
+        assert process.stdout.read() == "lost\nended\n"
+    assert process.returncode == 0
