@@ -47,9 +47,8 @@ bool kvbus_is_lost(const kvbus_session *s);
  * 30 s. Call it when the socket is readable, and every 50 ms. */
 void kvbus_work(kvbus_session *s);
 
-/* The lifeline, a descriptor: readable when no process of the agent can access memory any longer. All
- * sessions with the agent have the same; keep one that has no session, as kvbus_close closes it otherwise.
- * The caller owns it. -1: taken before, or the agent had none. */
+/* The lifeline: a descriptor that is readable when no process of the agent can access memory any longer.
+ * The caller owns it: it outlives the session. Any session with the agent has one. -1: taken before. */
 int kvbus_take_lifeline(kvbus_session *s);
 
 /* Send a request. `body` may be NULL, for an empty map; `then` may be NULL. False: 256 are pending. */

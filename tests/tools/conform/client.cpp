@@ -4,6 +4,7 @@
 #include <iostream>
 #include <optional>
 #include <poll.h>
+#include <unistd.h>
 
 namespace {
 
@@ -35,6 +36,7 @@ void poll_to_end(kvbus::Session &session) {
 } // namespace
 
 int main(int, char **argv) {
+    alarm(60);
     char refusal[KVBUS_REFUSAL_CHARS];
     closed_by_its_callback = kvbus_open(argv[1], "closed", nullptr, 0, refusal);
     for (int i = 0; i < 2; i++)
