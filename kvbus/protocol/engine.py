@@ -324,7 +324,7 @@ class Fetched(Message, frozen=True):
     outcome: Outcome
     """``completed``, ``failed`` or ``cancelled``."""
     stage: Id
-    """Stage in which it ended: a field of [StageTimes](#stagetimes), or ``completed``."""
+    """Stage in which it ended: a field of ``stages_s``, or ``completed``."""
     blocks_free: bool
     """If false, wait for ``blocks_freed``."""
     code: Text = ""

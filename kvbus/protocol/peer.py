@@ -510,7 +510,7 @@ class PartFetched(Message, frozen=True):
 )
 class FetchPart(Request[PartFetched], frozen=True):
     """Fetch into remote ranks, at the request of the home; see [Engines with several
-    agents](#engines-with-several-agents). Fields and replies of ``fetch`` mean the same. A repeat
+    agents](#messages-between-their-agents). Fields and replies of ``fetch`` mean the same. A repeat
     with the same ``token`` waits for the same reply.
     """
 

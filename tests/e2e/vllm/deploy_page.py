@@ -16,8 +16,11 @@ WHERE = {
 }
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 AS_USER = re.compile(r"^sudo (-H )?-u kvbus ")
-NOT_RUN = ("git clone ", "/opt/kvbus/bin/pip install ", "useradd ", "userdel ", "systemctl daemon-")
-"""Commands that need a registry or a remote, or change the users and services of this machine."""
+NOT_RUN = (
+    *("git clone ", "/opt/kvbus/bin/pip install ", "useradd ", "userdel ", "systemctl daemon-"),
+    "cd /var/lib/kvbus",
+)
+"""Commands that need a registry, a remote or a new user, or change services of this machine."""
 SHELL = (
     *("python3 -m venv ", "install -d ", "cp /opt/kvbus/src/", "tee /etc/kvbus/"),
     *("/opt/kvbus/bin/kvbus ", "curl ", "journalctl ", "rm -r /etc/"),

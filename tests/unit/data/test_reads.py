@@ -40,9 +40,11 @@ def test_urgent_read_overtakes(make_pair: MakePair, num_blocks: int, priority: i
 def test_connected_reads_over_shared_memory_end_undriven(make_pair: MakePair, tls: str) -> None:
     pair = make_pair(tls=tls)
     reader = pair.reader
-    replies = [reader.wait(reader.read(1, [at], [at])) for at in range(3)]
+    replies = [reader.wait(reader.read(1, [at], [at])) for at in range(8)]
     assert not any(reply.error for reply in replies)
-    assert [reply.undriven for reply in replies] == [False, *[tls == "all"] * 2]
+    first, *others = (reply.undriven for reply in replies)
+    assert not first
+    assert all(others) == (tls == "all")  # over TCP, a peer may be faster than one look
 
 
 def test_wrong_reads_and_peers_fail_alone(make_pair: MakePair) -> None:
