@@ -170,8 +170,8 @@ def test_cpp_engine_without_agent_ends_with_the_reason(
     built_by_cmake: Path, tmp_path: Path, name: str, problem: str
 ) -> None:
     env = {**os.environ, "KVBUS_ATTACH": str(tmp_path / name)}
-    command = [built_by_cmake / "offer", "7", "100"]
-    ended = subprocess.run(command, env=env, stderr=PIPE, text=True, check=False)
+    command = built_by_cmake / "offer"
+    ended = subprocess.run([command, "7", "100"], env=env, stderr=PIPE, text=True, check=False)
 
     assert ended.returncode == 1
     assert problem in ended.stderr
@@ -180,15 +180,14 @@ def test_cpp_engine_without_agent_ends_with_the_reason(
 @pytest.fixture(scope="session")
 def client(built_by_cmake: Path) -> Path:
     """A program over ``kvbus.hpp``."""
-    packages = subprocess.check_output(
-        "pkg-config --cflags --libs libzmq msgpack-c || pkg-config --cflags --libs libzmq msgpack",
-        shell=True,
-        text=True,
+    flags = "pkg-config --cflags --libs libzmq"
+    packages = subprocess.check_output(  # noqa: S602  no input
+        f"{flags} msgpack-c || {flags} msgpack", shell=True, text=True
     )
     source, program = Path(__file__).with_name("client.cpp"), built_by_cmake / "client"
     library = built_by_cmake / "libkvbus_client.a"
-    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", source, library]
-    subprocess.run([*command, *packages.split(), "-o", program], check=True)
+    options = "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"
+    subprocess.run(["c++", *options, source, library, *packages.split(), "-o", program], check=True)
     return program
 
 
