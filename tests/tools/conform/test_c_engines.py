@@ -187,9 +187,9 @@ def client(built_by_cmake: Path) -> Path:
     source, program = Path(__file__).with_name("client.cpp"), built_by_cmake / "client"
     library = built_by_cmake / "libkvbus_client.a"
     compiler = str(shutil.which(os.environ.get("CXX", "c++")))
-    options = "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"
-    command = [compiler, *options, source, library, *packages.split(), "-o", program]
-    subprocess.run(command, check=True)
+    options = "-std=c++17", "-Wall", "-Wextra", "-Werror"
+    files = f"-I{SOURCES}", source, library, "-o", program
+    subprocess.run([compiler, *options, *files, *packages.split()], check=True)
     return program
 
 
