@@ -20,20 +20,20 @@ from kvbus.protocol.message import Role
 from kvbus.protocol.tools import MAX_OTHERS, AgentStatus, Fault, Live, Span, Status, Trace, Traced
 
 ADVICE = {
-    "peer_unreachable": "See that the prefill agent runs, and that its advertise_host and port are "
-    "reached from here: kvbus doctor --peer.",
-    "stale": "The prefill engine was restarted, or its agent again and again, until the deadline: "
-    "see to their logs.",
-    "lease_expired": "See to the lag and the log of the prefill agent; it may be stopped.",
-    "timeout": "See to the lag and the log of the prefill agent; where no bytes come at all, run "
+    "peer_unreachable": "Check that the prefill agent runs, and that this host reaches its "
+    "advertise_host and port: kvbus doctor --peer.",
+    "stale": "The prefill engine or its agent was restarted repeatedly until the deadline: read "
+    "their logs.",
+    "lease_expired": "Check the lag and the log of the prefill agent; it may be stopped.",
+    "timeout": "Check the lag and the log of the prefill agent; if no bytes arrive at all, run "
     "kvbus doctor --peer here.",
-    "peer_lost": "The prefill agent was lost until the deadline: see that it runs.",
-    "engine_not_ready": "The prefill engine did not reconnect to its agent: see that it runs.",
+    "peer_lost": "The prefill agent was lost until the deadline: check that it runs.",
+    "engine_not_ready": "The prefill engine did not reconnect to its agent: check that it runs.",
     "engine_lost": "The prefill engine died or left: route these requests again.",
-    "transfer_failed": "See to the network of data_interfaces and to UCX: kvbus doctor --peer.",
+    "transfer_failed": "Check the network of data_interfaces, and UCX: kvbus doctor --peer.",
     "digest_mismatch": "Bytes were changed on the way: test the memory and the NICs of both sides.",
     "forbidden": "A key or a ticket is not trusted: compare kvbus keys show on both sides.",
-    "offer_expired": "The decode side comes too late: see to its queue, or raise offer_ttl_s.",
+    "offer_expired": "The decode side is too late: check its queue, or raise offer_ttl_s.",
     "incompatible": "The two engines cannot exchange KV: make equal what the reason names.",
     "busy": "A bound was reached: raise it, or send less.",
     "draining": "The agent is stopping: use another one.",
@@ -113,14 +113,14 @@ class StatusReporter:
             faults.append(Fault("the agent is draining, and ends soon", "Use another one."))
         if not data.is_running:
             what = f"the data process does not run: {data.problem}"
-            do = "The agent starts it again, after up to 10 s. See its log and the kernel's."
+            do = "The agent restarts it after up to 10 s. Read its log and the kernel's."
             faults.append(Fault(what, do))
         elif data.nixl_error is not None and not is_one_machine(self.config):
             what = f"NIXL does not start: {data.nixl_error.message}"
-            faults.append(Fault(what, "See to the network of data_interfaces: kvbus doctor."))
+            faults.append(Fault(what, "Check the network of data_interfaces: kvbus doctor."))
         elif plane.silent_s > SILENT_S:
             what = f"the data process has not answered for {plane.silent_s:.0f} s"
-            faults.append(Fault(what, "See whether it is stopped (SIGSTOP), or memory is short."))
+            faults.append(Fault(what, "Check whether it is stopped (SIGSTOP), or memory is short."))
         if plane.outside:
             what = f"UCX listens at {plane.outside}, which data_interfaces does not allow"
             do = "See to the UCX_ settings of the environment: strangers can read memory there."

@@ -196,7 +196,7 @@ def _interfaces(name: str, source: str, config: AgentConfig) -> Finding:
             "No KV comes or goes over an interface without a link. Where none has one an agent is "
             f"not ready ({source})."
         )
-        fix = "See to the cable, the network of the pod or machine, or the interface itself."
+        fix = "Check the cable, the network of the pod or machine, or the interface itself."
     return Finding(
         f"{name}.interfaces",
         severity,
