@@ -128,6 +128,7 @@ class Parking:
         local = pool.local
         del self._agent.engines.pools[local.engine_id]
         local.lost = True
+        pool.close_cells()
         self._publish("engine.lost", pool)
         self._on_closed(local)
         log.info("pool.closed", pool=local.engine_id)
@@ -149,8 +150,7 @@ class Parking:
 
     def stop(self) -> None:
         for pool in self._pools:
-            if pool.local.cells is not None:
-                pool.local.cells.close()
+            pool.close_cells()
 
     def check_memory(self) -> None:
         """End the offers of pools that the new data process cannot map."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
@@ -138,6 +139,10 @@ class Pool:
             return None
         return CommitCell(cells.swap, pooled_ticket(ticket, **pooled.names))
 
+    def close_cells(self) -> None:
+        if self.local.cells is not None:
+            self.local.cells.close()
+
     def free(self, pooled: Pooled) -> None:
         if self._cells is not None and pooled.cell:
             self._cells.close(pooled.cell)
@@ -180,7 +185,8 @@ async def open_pool(
     try:
         memories = await _register(agent, engine, spec, segments, resized)
     except BaseException:
-        await segments.discard()
+        with anyio.CancelScope(shield=True):
+            await segments.discard()
         segments.remove()
         raise
     local = LocalEngine.new_pool(spec, memories)

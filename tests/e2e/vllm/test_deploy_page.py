@@ -213,7 +213,7 @@ def test_every_command_of_page_has_one_rule_and_every_rule_a_command() -> None:
     unlike = [one.text for one in found if sum(one.begins((rule,)) for rule in rules) != 1]
     unused = [rule for rule in rules if not any(one.begins((rule,)) for one in found)]
 
-    assert deploy_page.kinds_of_code() == {"", "bash", "json", "text"}
+    assert deploy_page.kinds_of_code() == {"bash", "json", "text"}
     assert (unlike, unused) == ([], [])
     assert "insecure" not in deploy_page.PAGE.read_text("utf-8")
 

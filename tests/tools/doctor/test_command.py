@@ -3,26 +3,23 @@
 That the report is what its findings come to holds of each run: see `running.checked`.
 """
 
-import gc
-import resource
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tools.doctor.running import doctor, show
+from tests.tools.doctor.running import checked, show
 
 
-@pytest.fixture
-def open_files() -> Iterator[Callable[[int], None]]:
-    """Sets how many files this process may open, until the test ends."""
-    show("--only", "limits")  # what is imported late is here, now
-    gc.collect()  # what tests before this one have left open is closed
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield lambda limit: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def limited(limit: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a process of its own that may open ``limit`` files."""
+    command = [sys.executable, "-m", "kvbus", "doctor", "--only", "limits", *arguments]
+    shell = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command]
+    env = {**os.environ, "COLUMNS": "80"}
+    return subprocess.run(shell, capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +31,12 @@ def open_files() -> Iterator[Callable[[int], None]]:
     ],
 )
 def test_a_warning_fails_only_a_strict_one_and_an_error_each(
-    open_files: Callable[[int], None], limit: int, plain: int, strict: int, sentence: str
+    limit: int, plain: int, strict: int, sentence: str
 ) -> None:
-    open_files(limit)
+    shown, shown_strict = limited(limit), limited(limit, "--strict", "--json")
+    found = checked(json.loads(shown_strict.stdout), status=strict)
 
-    shown, shown_strict = show("--only", "limits"), show("--only", "limits", "--strict")
-    found = doctor("--only", "limits", "--strict")
-
-    assert (shown.exit_code, shown_strict.exit_code) == (plain, strict)
+    assert (shown.returncode, shown_strict.returncode) == (plain, strict)
     assert sentence in shown.stdout
     assert ("ulimit -n 65536" in shown.stdout) == (limit < 4096)
     assert max(map(len, shown.stdout.splitlines())) <= 80
