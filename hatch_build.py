@@ -68,7 +68,7 @@ def add_protocol(build_data: dict[str, Any]) -> None:
 
 
 def told(problem: str) -> str:
-    """What a person is told of it."""
+    """Return the warning for a user."""
     return (
         "kvbus is built without its copy kernel, so copies on one machine are slower: install a C "
         f"compiler, or name one in CC, and install kvbus again ({problem})"

@@ -53,7 +53,7 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def keyed(folder: Path, name: str, role: Role) -> dict[str, Any]:
-    """What the config of an agent with a fresh key says of keys; it trusts all of ``folder``."""
+    """Return the keys of a configuration: a new key, and trust in all of ``folder``."""
     pair, trusted = new_key_pair(), folder / "trusted"
     write_secret(folder / f"{name}.key", pair)
     write_trusted(trusted, TrustedKey(name, pair.public, frozenset({role})))

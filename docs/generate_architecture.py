@@ -16,8 +16,15 @@ THEMES = {
 }  # fmt: skip
 
 
-if __name__ == "__main__":
+def pictures() -> dict[Path, str]:
+    """Return the picture for each theme, by its file."""
     drawing = Template((PICTURES / "architecture.svg.in").read_text(encoding="utf-8"))
-    for theme, colours in THEMES.items():
-        path = PICTURES / f"architecture-{theme}.svg"
-        path.write_text(drawing.substitute(colours), encoding="utf-8")
+    return {
+        PICTURES / f"architecture-{theme}.svg": drawing.substitute(colours)
+        for theme, colours in THEMES.items()
+    }
+
+
+if __name__ == "__main__":
+    for path, picture in pictures().items():
+        path.write_text(picture, encoding="utf-8")

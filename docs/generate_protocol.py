@@ -83,11 +83,11 @@ SECTIONS: dict[str, tuple[Socket, ...]] = {
 OF_AGENTS = ("peer", "memory")
 """Messages between agents: their fields are in the schema alone."""
 TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
-"""Who may ask what the page for tools has."""
+"""Roles whose requests are on the page for tools."""
 FOR_SPANS = ("traceparent", "sent_s", "wanted_s")
-"""Fields that say nothing but what goes into spans: one paragraph is about all of them."""
+"""Fields that only affect spans. One paragraph describes them."""
 IN_COMMON = 2
-"""Fields that so many messages of one page have alike are told once."""
+"""A field that this many messages of a page share is described once."""
 Kinds = list[type[msgspec.Struct]]
 NAMED = {
     "name": "string of 1..256 characters",

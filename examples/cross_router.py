@@ -3,11 +3,11 @@
     python examples/cross_router.py --prefill sglang=http://P:30000 --decode vllm=http://D:8000
     curl -s http://127.0.0.1:8080/generate -d '{"prompt": [1, 2, 3], "max_tokens": 16}'
 
-    SGLang ─▶ vLLM   both get the request at once: the room of SGLang names the offer
-    vLLM ─▶ SGLang   vLLM first; its ticket and the token that it sampled go to SGLang
+    SGLang ─▶ vLLM   sends the request to both at once; SGLang's room names the offer
+    vLLM ─▶ SGLang   sends it to vLLM, then vLLM's ticket and first token to SGLang
 
-docs/mixed-engines.md has the fields. It is an example: token ids alone, no streams, no log
-probabilities, no second try.
+docs/mixed-engines.md has the fields. This example sends token ids only. It has no streams, log
+probabilities or retries.
 """
 
 import secrets
@@ -99,7 +99,7 @@ class Router:
     async def _vllm(
         self, server: Server, body: dict[str, Any], max_tokens: int, params: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """What it chose, and what is to be told to decode."""
+        """Return the sampled choice and the parameters for decode."""
         fields = {
             **{"temperature": 0, **body, "max_tokens": max_tokens, "kv_transfer_params": params},
             **{"return_token_ids": True, "detokenize": False},

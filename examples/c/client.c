@@ -143,13 +143,17 @@ static bool call(kvbus_session *s, const msgpack_sbuffer *message, int fd, msgpa
     return false;
 }
 
+static void begin_attach(msgpack_sbuffer *message, msgpack_packer *pk, const char *op, size_t fields) {
+    kvbus_begin(message, pk);
+    msgpack_pack_map(pk, 2);
+    kvbus_pack_text(pk, "op"), kvbus_pack_text(pk, op);
+    kvbus_pack_text(pk, "body"), msgpack_pack_map(pk, fields);
+}
+
 static bool say_hello(kvbus_session *s, const char *engine_id, char *refusal) {
     msgpack_sbuffer message;
     msgpack_packer pk;
-    kvbus_begin(&message, &pk);
-    msgpack_pack_map(&pk, 2);
-    kvbus_pack_text(&pk, "op"), kvbus_pack_text(&pk, KVBUS_OP_HELLO);
-    kvbus_pack_text(&pk, "body"), msgpack_pack_map(&pk, 4);
+    begin_attach(&message, &pk, KVBUS_OP_HELLO, 4);
     kvbus_pack_text(&pk, "min_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
     kvbus_pack_text(&pk, "max_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
     kvbus_pack_text(&pk, "engine_id"), kvbus_pack_text(&pk, engine_id);
@@ -175,10 +179,7 @@ static bool say_hello(kvbus_session *s, const char *engine_id, char *refusal) {
 static bool pass_memory(kvbus_session *s, const kvbus_segment *memory, char *refusal) {
     msgpack_sbuffer message;
     msgpack_packer pk;
-    kvbus_begin(&message, &pk);
-    msgpack_pack_map(&pk, 2);
-    kvbus_pack_text(&pk, "op"), kvbus_pack_text(&pk, KVBUS_OP_SEGMENT);
-    kvbus_pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
+    begin_attach(&message, &pk, KVBUS_OP_SEGMENT, 3);
     kvbus_pack_text(&pk, "segment_id"), kvbus_pack_text(&pk, memory->id);
     kvbus_pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, memory->size);
     kvbus_pack_text(&pk, "kind"), kvbus_pack_text(&pk, memory->kind);

@@ -137,9 +137,9 @@ def test_withdrawal_at_any_moment_of_parking_leaves_the_pool_to_others() -> None
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_withdrawal_under_the_reader_of_a_pool_gives_no_wrong_byte(name: str) -> None:
-    ends = set()
+    ends, least = set(), 3 if name == "mapped" else 6  # a copy and a swap are few events
     with cluster_of(SETTINGS[name]) as world:
-        for handoff in moments(world, LATE):
+        for handoff in moments(world, LATE, least=least):
             assert handoff.outcome is Outcome.PARKED
             assert handoff.offer is not None
             handoff.offer.withdraw()
@@ -148,6 +148,16 @@ def test_withdrawal_under_the_reader_of_a_pool_gives_no_wrong_byte(name: str) ->
             assert world.end_of(other) == "completed"
             world.until(lambda: not world.count(P, "parked_offers"), within_s=SOON_S)
     assert ends == {"completed", "failed offer_withdrawn"}
+
+
+def test_a_mapped_pool_is_read_and_committed_while_its_agent_is_frozen() -> None:
+    """The event named the blocks and the cell, so the reader needs neither lease nor reply."""
+    with cluster_of(SETTINGS["mapped"]) as world:
+        assert world.end_of(parked(world)) == "completed"  # the route to the pool is known
+        handoff = parked(world, replace(LATE, timeout_s=2.0))
+        world.suffer(Fault(FaultKind.FREEZE_AGENT, lasts_s=4.0))
+        assert world.end_of(handoff) == "completed"
+        world.until(lambda: not world.count(P, "parked_offers"))
 
 
 LOST = {

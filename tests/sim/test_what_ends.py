@@ -50,15 +50,18 @@ def released_s(world: Cluster, handoff: Handoff) -> float:
     return world.time_until(lambda: handoff.released)
 
 
-def moments(world: Cluster, plan: Plan) -> Iterator[Handoff]:
-    """Handoffs, each one event further than the one before, until it is over by then."""
+def moments(world: Cluster, plan: Plan, *, least: int = 6) -> Iterator[Handoff]:
+    """Handoffs, each one event further than the one before, until it is over by then.
+
+    That takes ``least`` events or more.
+    """
     for num_events in count():
         assert world.works()
         transfer_id = f"of-one-request-{num_events:02}" if plan.meets else None
         handoff = begun(world, replace(plan, transfer_id=transfer_id))
         world.after_events(num_events)
         if handoff.released and handoff.is_ended:
-            assert num_events >= 3  # of a copy that a cell commits
+            assert num_events >= least
             return
         yield handoff
 

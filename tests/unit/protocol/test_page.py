@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from docs import generate_frames, generate_protocol, generate_schema
+from docs import generate_architecture, generate_frames, generate_protocol, generate_schema
 from docs.generate_header import HEADER, header
 from docs.generate_protocol import PAGES, pages
 from hatch_build import add_protocol
@@ -102,6 +102,12 @@ def test_page_strides_match_arrays_of_same_shape() -> None:
         array = np.empty(shape, dtype=np.uint16)
         assert array.strides == tuple(map(int, strides.split(","))), name
     assert len(EXAMPLE_STRIDES) == 2
+
+
+def test_pictures_of_the_architecture_are_current() -> None:
+    made = generate_architecture.pictures()
+
+    assert {path: path.read_text() for path in made} == made, "stale: run make docs"
 
 
 def test_wheel_has_schema_header_and_vectors() -> None:
