@@ -101,7 +101,7 @@ async def test_reads_from_ended_data_process_are_not_committed(case: Case) -> No
 async def test_tiles_and_handshakes_are_refused_without_data_process(
     starts: Starts, agent: PrefillAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_prefill.prefill_service.HANDSHAKE_WITHIN_S", 0.2)
+    monkeypatch.setattr("kvbus_prefill.handshakes.HANDSHAKE_WITHIN_S", 0.2)
     report = agent.runtime.report
     async with case_of(agent) as case:
         await case.shake()

@@ -156,9 +156,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
         if offer.cell is None or offer.is_over:
             return commands
-        committed = ev.CellCommitted(
-            offer.offer_id, request.token
-        )  # its reader crashed before its report
+        # Its reader crashed before its report.
+        committed = ev.CellCommitted(offer.offer_id, request.token)
         return commands + self._apply(offer, committed, now)
 
     # A history has room for 32 steps, which renewals every few seconds would fill. So this is no
