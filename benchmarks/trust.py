@@ -1,8 +1,9 @@
-"""Measures what keys, signed tickets and ``exposure = "staging"`` cost: handoffs each way, in turn.
+"""Measures what keys, signed tickets, digests and ``exposure = "staging"`` cost.
 
-Run it from the repository's root: ``python benchmarks/trust.py``. Each way has a prefill agent, a
-decode agent and a prefill engine of its own, which sleep while another way has its turn. Medians,
-and their ratio to those without; a busy machine changes the medians more than the ratio.
+Run it from the repository's root: ``python benchmarks/trust.py``, with ``--unmapped`` for reads by
+NIXL. Each setting has its own prefill agent, decode agent and engines, which are idle while the
+others take their turns. It prints medians, and their ratio to those of the plain setting; a busy
+machine changes the medians more than the ratio.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from kvbus.keys.trusted import TrustedKey, write_trusted
 from kvbus.protocol.message import Role
 
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-WAYS = ("plain", "keys", "signed", "staging")
+WAYS = ("plain", "keys", "signed", "staging", "sampled", "full")
 RATE_ROUNDS = 5
 SIZES: dict[str, tuple[Shape, int, int]] = {
     "64 KiB": (SMALL, 1, 20),
@@ -36,9 +37,11 @@ SIZES: dict[str, tuple[Shape, int, int]] = {
 """Shape, number of blocks, handoffs for each round."""
 
 
-def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """What the configs of both agents have of this way; signed tickets have keys as well."""
+def settings(way: str, folder: Path, *, mapped: bool) -> dict[str, dict[str, Any]]:
+    """Return the settings of both agents, by role; signed tickets have keys as well."""
     more: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
+    if way in ("sampled", "full"):
+        more["decode"]["digest"] = way
     if way == "staging":
         more["prefill"]["exposure"] = "staging"
     if way in ("keys", "signed"):
@@ -49,6 +52,7 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
         more = {
             role: {**one, "ticket_keys": [str(folder / "ticket.key")]} for role, one in more.items()
         }
+    more["decode"]["mapped"] = mapped
     return more
 
 
@@ -74,13 +78,13 @@ async def measure(
         return await in_turn(range(rounds), ways)
 
 
-async def main(rounds: int, folder: Path) -> None:
+async def main(rounds: int, folder: Path, mapped: bool) -> None:
     """Print a line for each size, and one for the rate."""
     async with AsyncExitStack() as stack:
         sites = {}
         for way in WAYS:
             (folder / way).mkdir(mode=0o700)
-            bench = running(folder / way, settings(way, folder / way))
+            bench = running(folder / way, settings(way, folder / way, mapped=mapped))
             sites[way] = await stack.enter_async_context(bench)
         for name, (shape, num_blocks, times) in SIZES.items():
             seconds = await measure(sites, shape, scattered(num_blocks, shape), rounds * times)
@@ -103,5 +107,7 @@ def tell(name: str, figures: dict[str, float], unit: str) -> None:
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--rounds", type=int, default=20)
+parser.add_argument("--unmapped", action="store_true", help="read by NIXL, as between machines")
+options = parser.parse_args()
 with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as name:
-    anyio.run(main, parser.parse_args().rounds, Path(name))
+    anyio.run(main, options.rounds, Path(name), not options.unmapped)
