@@ -204,7 +204,6 @@ class RankSpec(msgspec.Struct, frozen=True):
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(min_length=1, max_length=4096)]
     """With ids that differ."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
-    """Together they hold each part of each layer of its stage once."""
 
     @property
     def num_blocks(self) -> dict[str, int]:

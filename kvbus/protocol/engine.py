@@ -93,8 +93,8 @@ class AgentRanks(Redacted, frozen=True):
     refusals="not_registered engine_conflict engine_lost geometry segment draining config",
 )
 class Register(Request[Empty], frozen=True):
-    """Register this session, once: with ``rank`` a memory session, after its segments were passed,
-    without it the control session.
+    """Register this session, once: with ``rank`` a memory session, without it the control
+    session.
     """
 
     engine: EngineSpec
@@ -241,8 +241,8 @@ class ParkOffer(Request[Empty], frozen=True):
 
 @request("blocks", Socket.PREFILL, refusals="not_registered")
 class ReportBlocks(Request[Empty], frozen=True):
-    """Report whether the engine is short of free blocks: then the agent [parks](#park-an-offer) its
-    offers as soon as it can. Send it when this changes, and after ``register`` if true.
+    """Report whether the engine is short of free blocks, for [parking](#park-an-offer). Send it
+    when this changes, and after ``register`` if true.
     """
 
     short: bool
@@ -281,10 +281,9 @@ class EndedOffer(Redacted, frozen=True):
 
 @request("republished", Socket.PREFILL, refusals="not_registered")
 class Republished(Request[Empty], frozen=True):
-    """Declare that all live offers are published again: readers may use the engine."""
+    """Declare that all live offers are [published again](#publish-again)."""
 
     ended: Annotated[tuple[EndedOffer, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
-    """Offers that were committed shortly before, for readers that repeat a request."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
