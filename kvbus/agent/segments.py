@@ -253,16 +253,20 @@ class Segments:
                 await self._data.discard(memory.defined)
             except KVBusError as error:
                 failures.append(error)
-        pages = [one for one in (self.cells, self.sequence) if one is not None]
         watched = [mapping.address for mapping in self._mapped.values()]
-        ones: list[MappedFile | Passed] = [*self._mapped.values(), *pages, *self.passed.values()]
         try:  # a plan may contain the addresses, so they live as long as this object
-            await in_thread(do_all, [one.close for one in ones])
+            await in_thread(self.close)
         finally:
             for address in watched:
                 self._bus_errors.unwatch(address)
         if failures:
             raise failures[0]
+
+    def close(self) -> None:
+        """Close the files and mappings of this process. Blocks: large ones take long."""
+        pages = [one for one in (self.cells, self.sequence) if one is not None]
+        ones: list[MappedFile | Passed] = [*self._mapped.values(), *pages, *self.passed.values()]
+        do_all([one.close for one in ones])
 
     def remove(self, memory: RegisteredRank | None = None) -> None:
         for one in [memory] if memory is not None else self._memories:

@@ -3,10 +3,11 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import Thread
+from typing import Any
 
 import anyio
 import pytest
@@ -41,6 +42,7 @@ async def inside_agent(
             copy_threads=config.copy_threads,
             backends=config.backends,
         )
+        closes: list[Callable[[], None]] = []
         try:
             async with anyio.create_task_group() as tasks:
                 runtime = await Runtime.start(
@@ -53,12 +55,28 @@ async def inside_agent(
                     data=data,
                     interfaces=(INTERFACE,),
                 )
+                _note_segments(runtime, closes)
                 yield runtime
                 runtime.service.stop()
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await data.close()
+            for close in closes:  # the end of a process would free them
+                close()
+
+
+def _note_segments(runtime: Runtime, closes: list[Callable[[], None]]) -> None:
+    """Note how to close the memory of all engines: the agent may end before it has done so."""
+    engines = runtime.agent.engines
+    make = engines.new_segments
+
+    def noted(**arguments: Any) -> Any:
+        segments = make(**arguments)
+        closes.append(segments.close)
+        return segments
+
+    engines.new_segments = noted
 
 
 def thread_spawner(loop: asyncio.AbstractEventLoop) -> Spawn:

@@ -1,5 +1,6 @@
 """Agents with memory of a GPU, or of the fake driver's (`test_gpus_on_fake.py`); else skipped."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,11 @@ WITHIN_S = 240.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch with CUDA, on the fake driver
+        has_cuda = torch.cuda.is_available()
     for item in items:
-        if item.get_closest_marker("needs_torch_cuda") and not torch.cuda.is_available():
+        if item.get_closest_marker("needs_torch_cuda") and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="no GPU for this test: torch has no CUDA"))
 
 
