@@ -5,6 +5,7 @@ JSON Schema of all bodies, by the names of the page: bytes are base64 text, as J
 
 import json
 import re
+from inspect import cleandoc
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,9 @@ def schema() -> str:
     others: list[Any] = [*NOTICES.values(), *EVENTS.values(), RequestFrame, Reply, Notice]
     named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket, Rendezvous]))
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
+    for component in components.values():
+        if text := component.get("description"):
+            component["description"] = cleandoc(text)  # Python 3.13 removes the indentation
     for kind in (*named, *AGENT_TYPES, *chain.from_iterable(SHARED.values())):
         component, words = components[kind.__name__], meanings(kind)
         component |= {"description": _plain(text_of(kind))} if kind.__doc__ else {}

@@ -84,8 +84,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Files of keys that sign tickets, one in each, mode 0600. The first signs; all verify. Empty:
     tickets are unsigned, and all are accepted."""
     runtime_dir: str = ""
-    """Folder of the sockets for local engines, mode 0700. Only this user and root may write to its
-    parents. Empty: kvbus-UID/AGENT_ID in XDG_RUNTIME_DIR or /tmp."""
+    """Folder of the sockets for local engines, mode 0700. Its parents belong to this user or root;
+    others may write only to sticky ones. Empty: kvbus-UID/AGENT_ID in XDG_RUNTIME_DIR or /tmp."""
     http_bind: str = ""
     """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: none. Other addresses than
     loopback require http_token_file."""
