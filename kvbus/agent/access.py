@@ -133,9 +133,8 @@ class Access:
     async def _watch(self) -> None:
         while True:
             await anyio.sleep(CHECK_S)
-            await guarded(
-                self._check_files, lambda _: None
-            )  # for example, no thread can be started
+            # The next check repeats one that fails, for example without a free thread.
+            await guarded(self._check_files, lambda _: None)
 
     async def _admit(self, lines: LimitedLog, applicant: ZapRequest) -> bool:
         if self._trusted is None:

@@ -75,16 +75,17 @@ async def test_no_handoff_fails_while_agents_restart_and_crash(
 ) -> None:
     """A draining agent finishes its work, and the engines wait for the next one."""
     prefill, decode = fresh.both(decode={"mapped": mapped})
-    num_completed, is_over, prefill_crashes = 0, False, False
+    num_completed, is_over, prefill_crashes, decode_crashes = 0, False, False, False
 
     async def work(source: Engine, target: Engine) -> None:
         nonlocal num_completed
         while not is_over:
             handoff = await begin(source, target, timeout_s=WITHIN_S)
-            if prefill_crashes:
+            await handoff.fetch.ended
+            if prefill_crashes:  # by now: what was read before a crash may be read again
                 await read_whole(handoff)
             else:
-                await handoff.completed()
+                await handoff.completed(by_earlier_agent=decode_crashes)
             num_completed += 1
 
     async def more_complete(more: int) -> None:
@@ -103,6 +104,7 @@ async def test_no_handoff_fails_while_agents_restart_and_crash(
             for agent in (prefill, decode):
                 await more_complete(MORE)
                 await end_and_start(agent)
+            decode_crashes = True
             for number in range(NUM_RESTARTS):  # each at another point of the fetches
                 await more_complete(MORE + number)
                 await kill_and_start(decode)

@@ -614,6 +614,18 @@ def test_busy_offer_is_acquired_again_at_hint_or_a_little_later() -> None:
         assert play(requested(timeout_s=10.0), READY, busy).deadlines.next() == expected
 
 
+def test_a_retry_that_comes_after_the_deadline_names_why_the_handshake_failed() -> None:
+    """A late timer, as on a busy machine: the pause ended before the deadline."""
+    table, unreachable = play(requested(timeout_s=10.0)), ErrorCode.PEER_UNREACHABLE
+    tell(table, step_failed(unreachable), 1.0)
+    tell(table, DUE, 1.0)
+    tell(table, step_failed(unreachable, attempt=2), 9.9)
+    (fetched,) = [
+        one.fetched for one in tell(table, DUE, 10.5) if isinstance(one, ev.ReportFetched)
+    ]
+    assert (fetched.code, fetched.stage) == (unreachable, "resolving")
+
+
 def test_timeouts_of_requests_end_with_fetch_or_its_grace() -> None:
     """An `Acquire` has less: its agent may be gone."""
     acquired: list[Any] = [requested(timeout_s=9.0), READY, grant()]

@@ -179,7 +179,8 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
         message += READ_HINT
     if fetch.error is not None:
         message += f", after {fetch.attempts} attempts; the last: {fetch.error.message}"
-        if fetch.state is RESOLVING:
+        stage = fetch.failed_in if fetch.state is RETRYING else fetch.state
+        if stage is RESOLVING:
             code = fetch.error.code
     return RemoteError(message, code=code)
 
