@@ -8,6 +8,7 @@ machine changes the medians more than the ratio.
 
 import argparse
 import base64
+import json
 import secrets
 import tempfile
 from contextlib import AsyncExitStack
@@ -78,8 +79,9 @@ async def measure(
         return await in_turn(range(rounds), ways)
 
 
-async def main(rounds: int, folder: Path, mapped: bool) -> None:
-    """Print a line for each size, and one for the rate."""
+async def main(rounds: int, folder: Path, mapped: bool) -> dict[str, dict[str, float]]:
+    """Print a line for each size, and one for the rate; return the medians."""
+    medians = {}
     async with AsyncExitStack() as stack:
         sites = {}
         for way in WAYS:
@@ -88,14 +90,17 @@ async def main(rounds: int, folder: Path, mapped: bool) -> None:
             sites[way] = await stack.enter_async_context(bench)
         for name, (shape, num_blocks, times) in SIZES.items():
             seconds = await measure(sites, shape, scattered(num_blocks, shape), rounds * times)
-            tell(name, {way: 1e3 * median(seconds[way]) for way in WAYS}, "ms")
+            medians[name] = {way: 1e3 * median(seconds[way]) for way in WAYS}
+            tell(name, medians[name], "ms")
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(RATE_ROUNDS):
             for way, bench in sites.items():
                 async with bench.opened:
                     rate, *_ = await measure_rate(bench, Scale(factor=0.3))
                 rates[way].append(rate.value)
-        tell("rate", {way: median(rates[way]) for way in WAYS}, "1/s")
+        medians["rate"] = {way: median(rates[way]) for way in WAYS}
+        tell("rate", medians["rate"], "1/s")
+    return medians
 
 
 def tell(name: str, figures: dict[str, float], unit: str) -> None:
@@ -108,6 +113,9 @@ def tell(name: str, figures: dict[str, float], unit: str) -> None:
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--rounds", type=int, default=20)
 parser.add_argument("--unmapped", action="store_true", help="read by NIXL, as between machines")
+parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians there")
 options = parser.parse_args()
 with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as name:
-    anyio.run(main, options.rounds, Path(name), not options.unmapped)
+    found = anyio.run(main, options.rounds, Path(name), not options.unmapped)
+if options.json:
+    options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")

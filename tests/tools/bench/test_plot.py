@@ -34,7 +34,10 @@ RESULTS: dict[str, dict[str, Any]] = {
     "bench.json": {"machine": MACHINE, "figures": ROWS},
     "sglang.json": {"kvbus": 14, "nixl": 34, "mooncake_tcp": 43},
     "vllm.json": {"none": 23, "kvbus": 42, "nixl-tuned": 92},
+    "trust-mapped.json": {"64 MiB": {"plain": 8, "keys": 9, "full": 40}},
+    "trust-unmapped.json": {"64 MiB": {"plain": 20, "keys": 21, "full": 90}},
 }
+SERIES = ("idle handover ms", "load handover ms")
 
 
 def test_bars_are_those_of_speeds_and_times_without_their_parts() -> None:
@@ -103,13 +106,15 @@ def chart(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_chart_of_the_readme_comes_from_files_of_results(tmp_path: Path) -> None:
-    for name, found in RESULTS.items():
+    for name, results in RESULTS.items():
+        found = results
         ended = chart(tmp_path)
         assert f"{tmp_path / name} is missing: " in ended.stderr
         assert (ended.returncode == 0) == (tmp_path / "bench.json").exists()
-        medians = {} if name == "bench.json" else found
-        rounds = {one: [{"idle handover ms": [value]}] for one, value in medians.items()}
-        (tmp_path / name).write_text(json.dumps({"machine": {}, "rounds": rounds, **found}))
+        if name in ("sglang.json", "vllm.json"):
+            rounds = {one: [{key: [value] for key in SERIES}] for one, value in found.items()}
+            found = {"machine": {}, "rounds": rounds}
+        (tmp_path / name).write_text(json.dumps(found))
     ended = chart(tmp_path)
 
     assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")
@@ -117,3 +122,10 @@ def test_chart_of_the_readme_comes_from_files_of_results(tmp_path: Path) -> None
         picture = (tmp_path / f"performance-{theme}.svg").read_text()
         for text in ("SGLang", "Mooncake", "NixlConnector", "bare NIXL", "a CPU, 2 CPUs, 8 GiB"):
             assert text in picture
+    for name, text in (
+        ("handoffs", "vLLM handoff, 8 at a time"),
+        ("bytes", "runs of 256 KiB"),
+        ("block", "kvbus handoff, median"),
+        ("options", "digest = full"),
+    ):
+        assert text in (tmp_path / f"benchmarks-{name}.svg").read_text()
