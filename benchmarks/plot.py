@@ -21,8 +21,10 @@ from kvbus.bench.sheet import label
 from kvbus.errors import KVBusError
 
 SOURCES = {
-    "sglang.json": ".venv-sglang/bin/python benchmarks/sglang_handover.py --json {}",
-    "vllm.json": ".venv-vllm/bin/python benchmarks/vllm_handover.py --json {}",
+    "sglang.json": ".venv-sglang/bin/python benchmarks/sglang_handover.py --rounds 1 --requests 12"
+    " --json {}",
+    "vllm.json": ".venv-vllm/bin/python benchmarks/vllm_handover.py --rounds 1 --requests 12"
+    " --connector kvbus --connector nixl-tuned --json {}",
     "bench.json": "kvbus bench --json | tail -n 1 > {}",
     "trust-mapped.json": "python benchmarks/trust.py --json {}",
     "trust-unmapped.json": "python benchmarks/trust.py --unmapped --json {}",
@@ -31,6 +33,7 @@ BENCH = "bench.json"
 SGLANG = {"kvbus": "kvbus", "nixl": "NIXL", "mooncake_tcp": "Mooncake"}
 VLLM = {"kvbus": "kvbus", "nixl-tuned": "NixlConnector"}
 BYTES_CASE = "scattered-256k"
+BYTES_CASES = ("contiguous-64m", BYTES_CASE, "scattered-16k")
 BYTES = ("kvbus", "unmapped", "raw READ", "memcpy")
 ONE_BLOCK = ("handoff p", "floor p", "one-block handoff p")
 THEMES = ("light", "dark")
@@ -77,7 +80,7 @@ def charts(found: dict[str, Any]) -> dict[str, Sequence[Panel]]:
     alone, at_once = ", one at a time", ", 8 at a time"
     return {
         "handoffs": [*_handoffs(found, IDLE, alone), *_handoffs(found, LOAD, at_once)],
-        "bytes": [one for one in bench_panels(rows) if one.unit == "GB/s" and len(one.bars) == 4],
+        "bytes": bench_panels([row for row in rows if _is_of_bytes(row)]),
         "block": bench_panels([row for row in rows if _is_of_one_block(row)]),
         "cpu": [*bench_panels([row for row in rows if row["unit"] == "us each"]), *_idle(found)],
         "options": [
@@ -106,6 +109,10 @@ def _handoffs(found: dict[str, Any], series: str, case: str) -> Iterator[Panel]:
         if any(medians.values()):
             bars = [(names[one], statistics.median(some)) for one, some in medians.items() if some]
             yield Panel(f"{engine} handoff{case}", "ms", bars)
+
+
+def _is_of_bytes(row: dict[str, Any]) -> bool:
+    return row["case"] in BYTES_CASES and row["unit"] == "GB/s"
 
 
 def _is_of_one_block(row: dict[str, Any]) -> bool:

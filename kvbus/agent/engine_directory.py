@@ -71,7 +71,7 @@ class EngineDirectory:
         self.pools: dict[str, LocalEngine] = {}
         """Memory of this agent that readers read as an engine's."""
         self.users: list[EngineUser] = []
-        self.new_segments: Callable[..., Segments] = partial(Segments, data, staging, bus_errors)
+        self.new_segments = partial(Segments, data, staging, bus_errors)
         self._tasks, self._lifeline = tasks, lifeline
         self._is_young = is_young
         self._identity, self._server, self._publisher = identity, server, publisher

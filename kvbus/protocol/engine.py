@@ -83,7 +83,7 @@ class AgentRanks(Redacted, frozen=True):
     endpoint: Endpoint
     ranks: Ranks
     rank_secret: Secret
-    """As in ``register`` of these ranks."""
+    """The same as in ``register`` of these ranks."""
     server_key: ServerKey = ""
 
 

@@ -430,10 +430,12 @@ class Handoff:
     async def completed(self, *, by_earlier_agent: bool = False) -> Fetched:
         """The result; fails unless every byte is right.
 
-        An earlier process of the agent may have read and committed: this one read nothing then.
+        With ``by_earlier_agent``, a result without a path is of an earlier process of the agent,
+        which had read and committed: this process read nothing.
         """
         fetched = await self.fetch.ended
         assert same(self.target.snapshot(), self.wanted), "the bytes are wrong"
+        read_earlier = by_earlier_agent and not fetched.path
         num_bytes = num_read_bytes(
             self.source,
             self.target,
@@ -442,7 +444,7 @@ class Handoff:
             path=fetched.path,
             places=self.target.places,
         )
-        assert fetched.num_bytes == num_bytes or (by_earlier_agent and not fetched.path)
+        assert fetched.num_bytes == (0 if read_earlier else num_bytes)
         assert await self.offer.ended is self.outcome
         return fetched
 

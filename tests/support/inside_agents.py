@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -33,7 +33,7 @@ INTERFACE = "lo"
 async def inside_agent(
     role: AgentRole, config: AgentConfig, make_service: ServiceFactory, context: BusContext
 ) -> AsyncIterator[Runtime]:
-    with _ucx_on_loopback():
+    with _ucx_on_loopback(), ExitStack() as memory:
         data = DataProcess(
             spawner(asyncio.get_running_loop()),
             new_boot=new_boot_id,
@@ -42,7 +42,6 @@ async def inside_agent(
             copy_threads=config.copy_threads,
             backends=config.backends,
         )
-        closes: list[Callable[[], None]] = []
         try:
             async with anyio.create_task_group() as tasks:
                 runtime = await Runtime.start(
@@ -55,28 +54,21 @@ async def inside_agent(
                     data=data,
                     interfaces=(INTERFACE,),
                 )
-                _note_segments(runtime, closes)
+                engines = runtime.agent.engines
+                engines.new_segments = partial(_closed_with, memory, engines.new_segments)
                 yield runtime
                 runtime.service.stop()
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await data.close()
-            for close in closes:  # the end of a process would free them
-                close()
 
 
-def _note_segments(runtime: Runtime, closes: list[Callable[[], None]]) -> None:
-    """Note how to close the memory of all engines: the agent may end before it has done so."""
-    engines = runtime.agent.engines
-    make = engines.new_segments
-
-    def noted(**arguments: Any) -> Any:
-        segments = make(**arguments)
-        closes.append(segments.close)
-        return segments
-
-    engines.new_segments = noted
+def _closed_with(memory: ExitStack, make: Callable[..., Any], **arguments: Any) -> Any:
+    """Make segments that end with ``memory``: the agent may end before it frees them."""
+    segments = make(**arguments)
+    memory.callback(segments.close)
+    return segments
 
 
 def thread_spawner(loop: asyncio.AbstractEventLoop) -> Spawn:

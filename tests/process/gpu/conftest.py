@@ -26,7 +26,8 @@ WITHIN_S = 240.0
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torch with CUDA, on the fake driver
+        # torch with CUDA, on the fake driver
+        warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
         has_cuda = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("needs_torch_cuda") and not has_cuda:

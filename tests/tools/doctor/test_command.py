@@ -58,7 +58,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # three more can be 
 ended = show("--only", "nixl", "--only", "limits")
 sys.exit(f"{ended.exit_code} {ended.stdout}")
 """
-"""A process of its own: one that has run other tests has children that save it files."""
+"""Run in a new process: a process that has run other tests has more open files."""
 
 
 def test_family_failing_to_be_checked_does_not_end_others() -> None:

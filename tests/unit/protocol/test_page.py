@@ -12,11 +12,12 @@ from docs import generate_architecture, generate_frames, generate_protocol, gene
 from docs.generate_header import HEADER, header
 from docs.generate_protocol import PAGES, pages
 from hatch_build import add_protocol
+from kvbus.geometry import BlockTable
 from kvbus.memory.attach import decode_body, decode_length
 from kvbus.protocol import REQUESTS, Message, RequestFrame, Role, Socket, decode, from_body
 
 TEXT = PAGES[0].read_text()
-EXAMPLE_STRIDES = re.findall(r"^\| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
+EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
 
 
 def test_page_tables_match_declarations_and_name_every_message() -> None:
@@ -91,12 +92,16 @@ def test_shown_fetch_starts_like_its_request() -> None:
     assert shown.startswith(b"\x86" + msgpack.packb(message)[1:])
 
 
+def test_block_ids_of_the_page_are_encoded_so() -> None:
+    assert BlockTable.of([7, 300, 70_000]).ids.hex(" ") in TEXT
+
+
 def test_page_strides_match_arrays_of_same_shape() -> None:
-    for axes, strides in EXAMPLE_STRIDES:
+    for name, axes, strides in EXAMPLE_STRIDES:
         shape = tuple(int(axis.split()[1]) for axis in axes.split(", "))
         array = np.empty(shape, dtype=np.uint16)
-        assert array.strides == tuple(map(int, strides.split(",")))
-    assert len(EXAMPLE_STRIDES) == 1
+        assert array.strides == tuple(map(int, strides.split(","))), name
+    assert len(EXAMPLE_STRIDES) == 2
 
 
 def test_pictures_of_the_architecture_are_current() -> None:
